@@ -1,0 +1,69 @@
+"""The engine: the only door to autodiff. A method is NumPy over these calls."""
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+from fadefed.errors import EngineError
+from fadefed.learning.task import Batch, Task
+from fadefed.messages import Array
+
+EngineName = Literal["onnx", "numpy", "torch"]
+
+
+class Engine(Protocol):
+    """Evaluates losses, gradients and predictions for flat parameters.
+
+    B is the fleet axis, M the models. `params` [B, M, d] may have B = 1: the same models for every device of
+    the batch. All arrays are NumPy arrays of the task's dtype. Unknown tasks raise EngineError.
+    """
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks this engine knows; a task's `layout` names the slices of the flat vector."""
+        ...
+
+    def losses(self, task: str, params: Array, batch: Batch) -> Array:
+        """Mean losses [B, M] of params [B, M, d]: a forward pass only."""
+        ...
+
+    def loss_and_gradient(self, task: str, params: Array, batch: Batch) -> tuple[Array, Array]:
+        """Mean losses [B, M] and their gradients [B, M, d]."""
+        ...
+
+    def predict(self, task: str, params: Array, x: Array) -> Array:
+        """Outputs [M, n, C] of params [M, d] on x [n, ...]."""
+        ...
+
+    def vjp(self, task: str, params: Array, x: Array, output_cotangent: Array) -> tuple[Array, Array]:
+        """params [d], x [n, ...], cotangent [n, C] -> cotangents of params [d] and of x [n, ...]."""
+        ...
+
+
+def open_engine(name: EngineName, tasks: list[Task], graphs: dict[str, Path] | None = None) -> Engine:
+    """The engine `name` for `tasks`.
+
+    `onnx` needs `graphs`: for each task a folder with its `gradient.onnx` and `predict.onnx`
+    (`fadefed.learning.export` writes them). `torch` needs torch.
+    """
+    if name == "numpy":
+        from fadefed.learning.numpy_engine import NumpyEngine
+
+        return NumpyEngine(tasks)
+    if name == "onnx":
+        from fadefed.learning.onnx_engine import OnnxEngine
+
+        return OnnxEngine(tasks, graphs or {})
+    if name == "torch":
+        try:
+            from fadefed.learning.torch_engine import TorchEngine
+        except ImportError as error:
+            raise EngineError("The torch engine needs torch: pip install 'fadefed[gateway]', or use engine = \"onnx\".") from error
+        return TorchEngine(tasks)
+    raise EngineError(f"Unknown engine '{name}'. Known: onnx, numpy, torch.")
+
+
+def find_task(tasks: dict[str, Task], name: str) -> Task:
+    """The task `name`, or EngineError naming those known."""
+    if name not in tasks:
+        raise EngineError(f"The engine has no task '{name}'. It knows: {', '.join(sorted(tasks)) or 'none'}.")
+    return tasks[name]
