@@ -80,6 +80,7 @@ class Reception:
     erased: (device, signal) pairs that the link lost and announced.
     absent: devices that were asked and gave no usable report; late: those that answered after the deadline
       of an earlier exchange.
+    refused: why a report was not used, a sentence each. uplink_bytes: what each device sent.
     sums: superposed signals; then no single device's tensor is visible in `reports`.
     """
 
@@ -89,6 +90,7 @@ class Reception:
     absent: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
     sums: dict[Key, Array] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
     uplink_bytes: dict[str, int] = field(default_factory=dict)
 
     def get(self, device: str, key: Key) -> Array | None:

@@ -159,6 +159,7 @@ class Server(MethodServer):
         self.w0 = settings.initial(self.task)
         d = self.w0.size
         self.names: list[str] = []
+        self.waiting: list[list[Any]] = []  # (name, samples) of devices that joined within a round
         self.n = np.zeros(0)
         self.W = np.zeros((0, d), dtype=self.w0.dtype)
         self.A = np.zeros((0, 0))
@@ -178,11 +179,14 @@ class Server(MethodServer):
 
     def joined(self, device: Device) -> None:
         self.stalled = 0
-        if device.name in self.names:
-            return
+        if device.name not in self.names and [device.name, device.samples] not in self.waiting:
+            self.waiting.append([device.name, device.samples])
+
+    def _admit(self, name: str, samples: int) -> None:
+        """A row and a column for a new device. Only between rounds: within one, models and masks must fit."""
         size = len(self.names)
-        self.names.append(device.name)
-        self.n = np.append(self.n, float(device.samples))
+        self.names.append(name)
+        self.n = np.append(self.n, float(samples))
         self.W = np.concatenate([self.W, self.w0[None]])
         bound = self.task.loss_bound
         self.L = _grown(self.L, bound)
@@ -219,11 +223,14 @@ class Server(MethodServer):
     # --- exchanges ----------------------------------------------------------------------------------------
 
     def next(self, roster: Roster) -> Exchange | None:
-        if self.pairs and self.stalled < STALL_LIMIT and not self.options.frozen_alpha:
-            exchange = self._discrepancy_exchange(roster)
-            if exchange is not None:
-                return exchange
         if self.phase == "losses":
+            for name, samples in self.waiting:
+                self._admit(name, samples)
+            self.waiting = []
+            if self.pairs and self.stalled < STALL_LIMIT and not self.options.frozen_alpha:
+                exchange = self._discrepancy_exchange(roster)
+                if exchange is not None:
+                    return exchange
             if self.round >= self.settings.rounds:
                 return None
             self.round += 1
@@ -259,7 +266,7 @@ class Server(MethodServer):
         answers = {self._key("losses"): SignalSpec(self.task.dtype)}
         if full:
             answers[self._key("sign")] = self._sign_spec
-        orders = {name: Order(scalars={"row": self.names.index(name)}) for name in roster}
+        orders = {name: Order(scalars={"row": self.names.index(name)}) for name in roster if name in self.names}
         return self.exchange("full" if full else "losses", roster, answers, {self._key("models"): self.W}, orders)
 
     def _signs_exchange(self, roster: Roster) -> Exchange:
@@ -421,7 +428,7 @@ class Server(MethodServer):
         return self.W[self.names.index(device)] if device in self.names else self.w0
 
     def state(self) -> State:
-        names = ("names", "n", "W", "A", "D", "L", "models_number", "held", "pairs", "pair_step", "trials")
+        names = ("names", "waiting", "n", "W", "A", "D", "L", "models_number", "held", "pairs", "pair_step", "trials")
         return super().state() | {name: getattr(self, name) for name in (*names, "stalled", "phase")}
 
 
