@@ -6,7 +6,14 @@ from fadefed.streams import stream
 
 
 def flip_bits(
-    data: bytes, bits: int, probability: float, seed: int, slot: int, signal: str, number: int, attempt: int = 0
+    data: bytes,
+    bits: int,
+    probability: float,
+    seed: int,
+    slot: int,
+    signal: str,
+    number: int,
+    attempt: int = 0,
 ) -> bytes:
     """`data` with each of its first `bits` bits (little-endian order) flipped with `probability`; padding untouched.
 

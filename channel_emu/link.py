@@ -116,4 +116,3 @@ class Channel:
             except MessageError as error:
                 reception.refused.append(str(error))
         return reception
-

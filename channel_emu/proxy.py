@@ -26,6 +26,10 @@ from fadefed.mqtt.topics import Topics
 
 log = logging.getLogger("fadefed.channel")
 READ_BYTES = 1 << 18
+CONNECT_FIELDS = (
+    "clean_start will keep_alive session_expiry_interval authentication_method authentication_data "
+    "request_problem_info request_response_info receive_max topic_alias_max max_packet_size user_properties"
+).split()
 
 
 class Proxy:
@@ -84,7 +88,12 @@ class Relay:
                 broker.host, broker.port, ssl=broker.tls_context(), limit=1 << 22
             )
         except OSError as error:
-            log.warning("The broker %s:%d does not answer (%s); the aggregator will try again.", broker.host, broker.port, error)
+            log.warning(
+                "The broker %s:%d does not answer (%s); the aggregator will try again.",
+                broker.host,
+                broker.port,
+                error,
+            )
             return
         self.up_writer = up_writer
         _no_delay(up_writer)
@@ -131,9 +140,10 @@ class Relay:
     async def _from_aggregator(self, packet: mqtt5.Packet, raw: memoryview) -> None:
         if isinstance(packet, mqtt5.ConnectPacket):
             broker = self.proxy.broker
-            packet.username = broker.username
-            packet.password = broker.password.encode() if broker.password is not None else None
-            self.up_writer.write(packet.write())
+            kept = {name: getattr(packet, name) for name in CONNECT_FIELDS}
+            password = broker.password.encode() if broker.password is not None else None
+            login = mqtt5.ConnectPacket(packet.client_id, username=broker.username, password=password, **kept)
+            self.up_writer.write(login.write())
             return
         self.up_writer.write(bytes(raw))
 

@@ -22,7 +22,17 @@ from fadefed.federation import FINAL, client_from_manifest
 from fadefed.learning import Engine, Task, open_engine
 from fadefed.learning.int8 import INT8
 from fadefed.messages import Array, Exchange, Key, Order
-from fadefed.messages.wire import CodedReport, H, Kind, Message, field_of, pack, unpack, unpack_order, unpack_shared
+from fadefed.messages.wire import (
+    CodedReport,
+    H,
+    Kind,
+    Message,
+    field_of,
+    pack,
+    unpack,
+    unpack_order,
+    unpack_shared,
+)
 from fadefed.methods.method import Call, MethodClient, State, answer
 from fadefed.mqtt import Assembler, BrokerAddress, Session, Topics
 from fadefed.mqtt.topics import check_device_name
@@ -94,7 +104,9 @@ class Agent:
         self._assembler = Assembler(most=2)
         self._joined: Joined | None = None
         self._shared: dict[int, dict[Key, Array]] = {}
-        self._waiting: tuple[int, Exchange, Order, bytes] | None = None  # an order whose shared tensors are not here yet
+        self._waiting: tuple[int, Exchange, Order, bytes] | None = (
+            None  # an order whose shared tensors are not here yet
+        )
         self._stopping = False
         self._done = False
 
@@ -282,7 +294,13 @@ class Agent:
             joined.finished = True
 
     def _compute(
-        self, joined: Joined, engine: Engine, number: int, exchange: Exchange, order: Order, shared: dict[Key, Array]
+        self,
+        joined: Joined,
+        engine: Engine,
+        number: int,
+        exchange: Exchange,
+        order: Order,
+        shared: dict[Key, Array],
     ) -> tuple[CodedReport, State]:
         if exchange.phase == FINAL:
             params = joined.client.parameters(order, joined.state.get("method", {}))

@@ -18,7 +18,9 @@ from fadefed.tasks import Fleet
 LATENCY_RUNS = 200
 
 
-def finish(store: Store, task: Task, engine: Engine, params: Array, own: Fleet, template: Path | None) -> dict[str, Scalar]:
+def finish(
+    store: Store, task: Task, engine: Engine, params: Array, own: Fleet, template: Path | None
+) -> dict[str, Scalar]:
     """Keep `params` [d], make its INT8 model, and measure both on this device's own examples.
 
     Ranges come from the training examples, accuracy from the test examples (from the training ones where there are
@@ -51,5 +53,3 @@ def _median_us(predict: Callable[[int], Array], count: int) -> float:
         predict(run % count)
         times.append(time.perf_counter() - start)
     return float(np.median(times) * 1e6)
-
-

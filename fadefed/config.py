@@ -59,7 +59,9 @@ class TomlFile:
         """
         if name not in self.tables:
             if required:
-                raise ConfigError(f"{self.path}: the table [{name}] is missing. Add it; docs/federation.md lists its keys.")
+                raise ConfigError(
+                    f"{self.path}: the table [{name}] is missing. Add it; docs/federation.md lists its keys."
+                )
             return fill(cls, {}, lambda key: f"{self.path}: [{name}]")
         table = self.tables[name]
         if not isinstance(table, dict):

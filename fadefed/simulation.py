@@ -5,6 +5,7 @@ same parameters, bit for bit. `fast`: the whole fleet as one batch; it agrees wi
 exchange by exchange to 1e-5, and on every sign where |g| > 1e-6.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import numpy as np
 
 from channel_emu import Channel, LinkConfig
 from fadefed.federation import Federation, Metrics, device_name, final_exchange
-from fadefed.learning import Engine, EngineName, open_engine
+from fadefed.learning import Engine, EngineName, Task, open_engine
 from fadefed.messages import Array, Exchange, Order
 from fadefed.messages.wire import CodedReport
 from fadefed.methods.method import Call, Device, MethodClient, MethodServer, State, answer, evaluate
@@ -33,6 +34,20 @@ class Result:
     train_accuracy: Array
     rows: list[dict[str, Any]]
     server: MethodServer
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds: means over devices, and each device's accuracies."""
+        pairs = zip(self.test_accuracy, self.train_accuracy, strict=True)
+        return {
+            "mean": {
+                "test_accuracy": float(np.nanmean(self.test_accuracy)),
+                "train_accuracy": float(self.train_accuracy.mean()),
+            },
+            "devices": {
+                device_name(i): {"test_accuracy": float(test), "train_accuracy": float(train)}
+                for i, (test, train) in enumerate(pairs)
+            },
+        }
 
 
 class Simulation:
@@ -136,6 +151,16 @@ class Simulation:
             test.append(float(measured.get("test_accuracy", np.nan)))
             train.append(float(measured["train_accuracy"]))
         return Result(np.stack(parameters), np.array(test), np.array(train), log.rows, self.server)
+
+
+@contextmanager
+def temporary_graphs(task: Task) -> Iterator[Path]:
+    """A folder with the task's ONNX graphs, for as long as the context lasts. Needs torch."""
+    from fadefed.learning.export import export_task
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_task(task, Path(folder))
+        yield Path(folder)
 
 
 @contextmanager

@@ -57,7 +57,9 @@ def open_engine(name: EngineName, tasks: list[Task], graphs: dict[str, Path] | N
         try:
             from fadefed.learning.torch_engine import TorchEngine
         except ImportError as error:
-            raise EngineError("The torch engine needs torch: pip install 'fadefed[gateway]', or use engine = \"onnx\".") from error
+            raise EngineError(
+                "The torch engine needs torch: pip install 'fadefed[gateway]', or use engine = \"onnx\"."
+            ) from error
         return TorchEngine(tasks)
     raise EngineError(f"Unknown engine '{name}'. Known: onnx, numpy, torch.")
 

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import torch
 from onnx import helper, numpy_helper
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fadefed.files import write_atomic
 from fadefed.learning.int8 import INT8
@@ -35,9 +35,14 @@ def export_task(task: Task, folder: Path, *, with_vjp: bool = False) -> dict[str
     d, n, m = task.layout.size, 5, 3
     params, x = torch.randn(m, d, dtype=dtype) * 0.1, torch.rand(n, task.layers[0], dtype=dtype)
     y, weight = torch.arange(n) % task.classes, torch.ones(n, dtype=dtype)
-    models, examples = torch.export.Dim("models", min=1, max=1 << 16), torch.export.Dim("examples", min=1, max=1 << 24)
+    models, examples = (
+        torch.export.Dim("models", min=1, max=1 << 16),
+        torch.export.Dim("examples", min=1, max=1 << 24),
+    )
 
-    def trace(name: str, function: Callable[..., Any], inputs: dict[str, Any], outputs: list[str], dynamic: Any) -> None:
+    def trace(
+        name: str, function: Callable[..., Any], inputs: dict[str, Any], outputs: list[str], dynamic: Any
+    ) -> None:
         if not (folder / name).exists():
             write_atomic(folder / name, _export(function, inputs, outputs, dynamic))
 
@@ -87,7 +92,8 @@ def _export(function: Callable[..., Any], inputs: dict[str, Any], outputs: list[
         def forward(self, *arguments: torch.Tensor) -> Any:
             return self.traced(*arguments)
 
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    for name in ("torch.onnx", "onnx_ir", "onnxscript"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         traced = make_fx(function, tracing_mode="symbolic")(*inputs.values())
@@ -124,7 +130,10 @@ def int8_template(task: Task) -> bytes:
     depth = len(task.layers) - 1
     for i, (inputs, outputs) in enumerate(zip(task.layers[:-1], task.layers[1:], strict=True)):
         last = i + 1 == depth
-        activation = [constant(f"scale{i}", np.array(1, np.float32)), constant(f"zero{i}", np.array(0, np.int8))]
+        activation = [
+            constant(f"scale{i}", np.array(1, np.float32)),
+            constant(f"zero{i}", np.array(0, np.int8)),
+        ]
         weight = [
             constant(f"weight{i}", np.zeros((outputs, inputs), np.int8)),
             constant(f"weight_scale{i}", np.ones(outputs, np.float32)),

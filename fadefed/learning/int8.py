@@ -76,7 +76,9 @@ def exact_outputs(task: Task, values: dict[str, Array], x: Array) -> Array:
         scale, zero = float(values[f"scale{i}"]), int(values[f"zero{i}"])
         levels = np.clip(np.rint(current.astype(np.float32) / np.float32(scale)) + zero, -128, 127)
         weight = values[f"weight{i}"] * values[f"weight_scale{i}"][:, None].astype(np.float64)
-        current = ((levels - zero) * scale) @ weight.T + values[f"bias{i}"] * values[f"bias_scale{i}"].astype(np.float64)
+        current = ((levels - zero) * scale) @ weight.T + values[f"bias{i}"] * values[f"bias_scale{i}"].astype(
+            np.float64
+        )
         if i + 1 < depth:
             current = np.maximum(current, 0)
     return current

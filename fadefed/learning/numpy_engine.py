@@ -71,7 +71,13 @@ def _forward(task: Task, params: Array, x: Array) -> list[Array]:
 
 
 def _backward(
-    task: Task, params: Array, activations: list[Array], delta: Array, gradient: Array, *, to_input: bool = False
+    task: Task,
+    params: Array,
+    activations: list[Array],
+    delta: Array,
+    gradient: Array,
+    *,
+    to_input: bool = False,
 ) -> Array | None:
     """Backpropagate delta [B, M, n, C] into gradient [B, M, d], in place; the input's cotangent where asked."""
     slots = _weights(task, gradient)

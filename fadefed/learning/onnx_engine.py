@@ -36,7 +36,9 @@ def open_session(model: Path | bytes, initializers: dict[str, Array] | None = No
     try:
         session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises its own unrelated exception types
-        raise EngineError(f"ONNX Runtime cannot load the graph {model if isinstance(model, Path) else ''}: {error}") from error
+        raise EngineError(
+            f"ONNX Runtime cannot load the graph {model if isinstance(model, Path) else ''}: {error}"
+        ) from error
     session.kept_alive = values  # the session reads these buffers for as long as it lives
     return session
 

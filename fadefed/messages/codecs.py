@@ -82,7 +82,9 @@ def natural_codec(tensor: Array) -> str:
         return "bits"
     if tensor.dtype.name in RAW:
         return tensor.dtype.name
-    raise MessageError(f"A tensor of dtype {tensor.dtype} has no exact codec. Convert it to one of {', '.join(RAW)}, bool.")
+    raise MessageError(
+        f"A tensor of dtype {tensor.dtype} has no exact codec. Convert it to one of {', '.join(RAW)}, bool."
+    )
 
 
 def encode(codec: str, tensor: Array, tie_bits: TieBits | None = None) -> Coded:

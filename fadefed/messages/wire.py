@@ -160,7 +160,15 @@ def _bodies(header: dict[int, Any], rest: memoryview) -> tuple[Body, ...]:
     offset, crc = 0, 0
     for entry in entries:
         match entry:
-            case [str() as task, str() as name, int() as codec, int() as access, list() as shape, size, *parameters]:
+            case [
+                str() as task,
+                str() as name,
+                int() as codec,
+                int() as access,
+                list() as shape,
+                size,
+                *parameters,
+            ]:
                 pass
             case _:
                 raise MessageError("A body's description in the header is malformed.")
@@ -258,7 +266,13 @@ def unpack_order(data: bytes) -> tuple[bytes, int, Exchange, Order]:
     answers = {}
     for item in field_of(message, H.ANSWERS, list):
         match item:
-            case [str(), str(), str() as codec, ("protected" | "digital" | "superposed") as access, ("random" | "plus") as ties]:
+            case [
+                str(),
+                str(),
+                str() as codec,
+                ("protected" | "digital" | "superposed") as access,
+                ("random" | "plus") as ties,
+            ]:
                 answers[(item[0], item[1])] = SignalSpec(codec, access, ties)
             case _:
                 raise MessageError("The order's list of answers is malformed.")

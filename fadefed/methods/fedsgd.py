@@ -42,6 +42,12 @@ class Client(MethodClient):
         losses, gradients = call.engine.loss_and_gradient(self.task.name, model[None, None], call.fleet.train)
         measured = self.evaluation(call, model[None])
         return [
-            (Report({(self.task.name, self.signal): gradients[b, 0]}, {"train_loss": float(losses[b, 0]), **measured[b]}), {})
+            (
+                Report(
+                    {(self.task.name, self.signal): gradients[b, 0]},
+                    {"train_loss": float(losses[b, 0]), **measured[b]},
+                ),
+                {},
+            )
             for b in range(len(call.orders))
         ]

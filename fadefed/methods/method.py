@@ -1,4 +1,4 @@
-'''The method interface: a learning algorithm in two halves that meet only through messages.
+"""The method interface: a learning algorithm in two halves that meet only through messages.
 
 A whole method, to show the contract. Each device reports the gradient of its loss; the gateway averages:
 
@@ -35,7 +35,7 @@ A whole method, to show the contract. Each device reports the gradient of its lo
 
 Servers are plain NumPy and know nothing of MQTT, files or clocks. Clients are written over the fleet axis: the
 simulator answers for a thousand devices in one call, a board for a fleet of one, with the same code.
-'''
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -244,7 +244,9 @@ def _code(call: Call, number: int, key: Key, tensor: Array, residuals: State) ->
         raise ValueError(f"The method reports {key}, which exchange {call.exchange.number} does not ask for.")
 
     def tie_bits(count: int) -> Array:
-        raw = stream(call.seed, "ties", call.exchange.round, *key, counter=number).bit_generator.random_raw(-(-count // 8))
+        raw = stream(call.seed, "ties", call.exchange.round, *key, counter=number).bit_generator.random_raw(
+            -(-count // 8)
+        )
         return np.asarray(raw).view(np.uint8)[:count]
 
     ties = tie_bits if spec.ties == "random" else None

@@ -23,7 +23,16 @@ import numpy as np
 
 from fadefed.errors import ConfigError
 from fadefed.messages import Array, Exchange, Key, Order, Reception, Report, Scalar, SignalSpec
-from fadefed.methods.method import Call, Device, MethodClient, MethodServer, Roster, Settings, State, mean_metrics
+from fadefed.methods.method import (
+    Call,
+    Device,
+    MethodClient,
+    MethodServer,
+    Roster,
+    Settings,
+    State,
+    mean_metrics,
+)
 from fadefed.methods.one_model import weighted_sum
 from fadefed.streams import stream
 
@@ -428,7 +437,20 @@ class Server(MethodServer):
         return self.W[self.names.index(device)] if device in self.names else self.w0
 
     def state(self) -> State:
-        names = ("names", "waiting", "n", "W", "A", "D", "L", "models_number", "held", "pairs", "pair_step", "trials")
+        names = (
+            "names",
+            "waiting",
+            "n",
+            "W",
+            "A",
+            "D",
+            "L",
+            "models_number",
+            "held",
+            "pairs",
+            "pair_step",
+            "trials",
+        )
         return super().state() | {name: getattr(self, name) for name in (*names, "stalled", "phase")}
 
 
@@ -464,9 +486,7 @@ class Client(MethodClient):
     def _key(self, name: str) -> Key:
         return (self.task.name, name)
 
-    def _loss_report(
-        self, losses: Array, row: int, measured: dict[str, Scalar], signals: dict[Key, Array]
-    ) -> Report:
+    def _loss_report(self, losses: Array, row: int, measured: dict[str, Scalar], signals: dict[Key, Array]) -> Report:
         return Report({self._key("losses"): losses, **signals}, {"train_loss": float(losses[row]), **measured})
 
     def _signs(self, call: Call, b: int, models: Array, mask: Array) -> tuple[Array, dict[Key, Array]]:

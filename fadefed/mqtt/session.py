@@ -70,7 +70,9 @@ class BrokerAddress:
         except socket.gaierror as error:
             raise ConnectionFailed(f"{where}: no such host name. Check the address.") from error
         except (ssl.SSLError, ConnectionResetError) as error:
-            raise ConnectionFailed(f"{where} does not speak TLS on this port ({error}). Check port and --ca.") from error
+            raise ConnectionFailed(
+                f"{where} does not speak TLS on this port ({error}). Check port and --ca."
+            ) from error
         except OSError as error:
             raise ConnectionFailed(
                 f"{where} does not answer ({error.strerror or error}). Check that it runs and that the address is right."

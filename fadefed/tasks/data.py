@@ -60,7 +60,9 @@ def load_npz(path: Path) -> Dataset:
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: is not a readable .npz file ({error}). docs/data.md shows the format.") from error
     if x.ndim < 2 or y.ndim != 1 or split.ndim != 1:
-        raise DataError(f"{path}: x needs shape [n, ...], y and split [n]; they have {x.shape}, {y.shape}, {split.shape}.")
+        raise DataError(
+            f"{path}: x needs shape [n, ...], y and split [n]; they have {x.shape}, {y.shape}, {split.shape}."
+        )
     if x.dtype.kind not in "fiu":
         raise DataError(f"{path}: x has dtype {x.dtype}; give floating point numbers or integers.")
     return Dataset(x if x.dtype.kind == "f" else x.astype(np.float32), y, split)

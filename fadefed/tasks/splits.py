@@ -18,17 +18,13 @@ def cohort_of(devices: int) -> list[int]:
     return [int(np.searchsorted(bounds, d + 0.5)) for d in range(devices)]
 
 
-def cohorts(
-    x: Array, y: Array, devices: int, train: int, test: int, rng: np.random.Generator
-) -> list[Dataset]:
+def cohorts(x: Array, y: Array, devices: int, train: int, test: int, rng: np.random.Generator) -> list[Dataset]:
     """The MtFEEL paper's three cohorts: each device draws labels uniformly from its cohort's digits (spec 5.2)."""
     labels = [PAPER_COHORTS[c][1] for c in cohort_of(devices)]
     return draw(x, y, labels, train, test, rng)
 
 
-def homogeneous(
-    x: Array, y: Array, devices: int, train: int, test: int, rng: np.random.Generator
-) -> list[Dataset]:
+def homogeneous(x: Array, y: Array, devices: int, train: int, test: int, rng: np.random.Generator) -> list[Dataset]:
     """Every device draws labels uniformly from all classes (spec 7.2, control E6)."""
     return draw(x, y, [tuple(int(c) for c in np.unique(y))] * devices, train, test, rng)
 
