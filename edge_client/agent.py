@@ -136,7 +136,7 @@ class Agent:
 
     def _enter(self, state: AgentState) -> None:
         if state is not self.state:
-            log.info("%s: %s -> %s", self.config.name, self.state.value, state.value)
+            log.debug("%s: %s -> %s", self.config.name, self.state.value, state.value)
             self.state = state
 
     # --- messages -------------------------------------------------------------------------------------------
