@@ -27,9 +27,19 @@ from fadefed.mqtt.topics import Topics
 log = logging.getLogger("fadefed.channel")
 READ_BYTES = 1 << 18
 CONNECT_FIELDS = (
-    "clean_start will keep_alive session_expiry_interval authentication_method authentication_data "
-    "request_problem_info request_response_info receive_max topic_alias_max max_packet_size user_properties"
-).split()
+    "clean_start",
+    "will",
+    "keep_alive",
+    "session_expiry_interval",
+    "authentication_method",
+    "authentication_data",
+    "request_problem_info",
+    "request_response_info",
+    "receive_max",
+    "topic_alias_max",
+    "max_packet_size",
+    "user_properties",
+)
 
 
 class Proxy:

@@ -189,7 +189,9 @@ class Progress:
         row = self.latest
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         if row.get("phase") == "discrepancy":
-            table.add_row("discrepancy phase", f"{row.get('pairs_left', '?')} pairs left", f"{self.uplink / 1e6:.1f} MB up")
+            table.add_row(
+                "discrepancy phase", f"{row.get('pairs_left', '?')} pairs left", f"{self.uplink / 1e6:.1f} MB up"
+            )
         elif row:
             done = int(30 * row["round"] / self.federation.config.rounds)
             table.add_row(f"{'━' * done}{'╌' * (30 - done)}", self.line())

@@ -132,7 +132,7 @@ def int8_template(task: Task) -> bytes:
         last = i + 1 == depth
         activation = [
             constant(f"scale{i}", np.array(1, np.float32)),
-            constant(f"zero{i}", np.array(0, np.int8)),
+            constant(f"zero{i}", np.array(0, np.uint8)),
         ]
         weight = [
             constant(f"weight{i}", np.zeros((outputs, inputs), np.int8)),

@@ -4,8 +4,10 @@ The gateway ships `int8.onnx`, a QDQ graph whose weights, scales and zero points
 (`fadefed.learning.export.int8_template`). A board measures the range of each layer's input on its own data, quantizes
 its parameters, and opens a session in which its values replace the placeholders. No `onnx` package needed.
 
-Activations: 8 bits, asymmetric, per tensor. Weights: symmetric, one scale per output. x86 processors without
-VNNI sum integer products in 16 bits and saturate with 8-bit weights, so they get 7 (`weight_bits`).
+Activations: 8 bits unsigned, asymmetric, per tensor (signed ones ONNX Runtime converts to unsigned when it opens the
+session, from the placeholder's zero point, before it has seen the real one). Weights: symmetric, one scale per
+output. x86 processors without VNNI sum integer products in 16 bits and saturate with 8-bit weights, so they get
+7 (`weight_bits`).
 """
 
 import platform
@@ -53,7 +55,7 @@ def quantize(task: Task, params: Array, ranges: list[tuple[float, float]], bits:
     for i, (low, high) in enumerate(ranges):
         weight, bias = parts[2 * i], parts[2 * i + 1]
         scale = np.float32(max(high - low, 1e-8) / 255)
-        zero = np.int8(np.clip(round(-128 - low / float(scale)), -128, 127))
+        zero = np.uint8(np.clip(round(-low / float(scale)), 0, 255))
         weight_scale = np.abs(weight).max(axis=1) / np.float32(levels)
         weight_scale = np.where(weight_scale > 0, weight_scale, np.float32(1)).astype(np.float32)
         bias_scale = (scale * weight_scale).astype(np.float32)
@@ -74,7 +76,7 @@ def exact_outputs(task: Task, values: dict[str, Array], x: Array) -> Array:
     depth = len(task.layers) - 1
     for i in range(depth):
         scale, zero = float(values[f"scale{i}"]), int(values[f"zero{i}"])
-        levels = np.clip(np.rint(current.astype(np.float32) / np.float32(scale)) + zero, -128, 127)
+        levels = np.clip(np.rint(current.astype(np.float32) / np.float32(scale)) + zero, 0, 255)
         weight = values[f"weight{i}"] * values[f"weight_scale{i}"][:, None].astype(np.float64)
         current = ((levels - zero) * scale) @ weight.T + values[f"bias{i}"] * values[f"bias_scale{i}"].astype(
             np.float64

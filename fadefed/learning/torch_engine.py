@@ -21,7 +21,7 @@ def forward_function(task: Task) -> Function:
 
     def forward(params: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         # One split instead of slices: a slice's backward leaves index constants in an exported graph.
-        parts = torch.split(params, layout.sizes)
+        parts = torch.split(params, list(layout.sizes))
         for i in range(0, len(parts), 2):
             x = x @ parts[i].view(layout.shapes[i]).T + parts[i + 1]
             if i + 2 < len(parts):
@@ -85,7 +85,8 @@ class TorchEngine:
     def vjp(self, task: str, params: Array, x: Array, output_cotangent: Array) -> tuple[Array, Array]:
         find_task(self.tasks, task)
         flat = self._tensor(params)
-        _, pull = vjp(self._forward[task], flat, self._inputs(x, flat.dtype))
+        pull: Function
+        _, pull = vjp(self._forward[task], flat, self._inputs(x, flat.dtype))  # type: ignore[misc]
         params_cotangent, x_cotangent = pull(self._tensor(output_cotangent).to(flat.dtype))
         return self._numpy(params_cotangent), self._numpy(x_cotangent).reshape(x.shape)
 

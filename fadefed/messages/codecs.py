@@ -20,13 +20,14 @@ al., Error Feedback Fixes SignSGD, ICML 2019 (eq. for EF-signSGD: p = g + e, del
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fadefed.errors import MessageError, NonFiniteError
 from fadefed.messages.values import Array
 
-RAW = {
+RAW: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
@@ -135,7 +136,7 @@ def decode(coded: Coded) -> Array:
         )
     count = math.prod(shape)
     if codec in RAW:
-        return np.frombuffer(data, dtype=RAW[codec]).reshape(shape)
+        return np.asarray(np.frombuffer(data, dtype=RAW[codec]).reshape(shape))
     if codec == "bits":
         return _unpack(data, count).astype(bool).reshape(shape)
     if codec == "ternary":

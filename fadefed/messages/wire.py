@@ -245,7 +245,7 @@ def unpack_shared(data: bytes) -> tuple[bytes, int, dict[Key, Array]]:
 def pack_order(run: bytes, exchange: Exchange, device: str, number: int) -> bytes:
     """The order to `device`, whose permanent number is `number`, with all it needs to know of the exchange."""
     order = exchange.orders[device]
-    header = {
+    header: dict[int, Any] = {
         H.RUN: run,
         H.EXCHANGE: exchange.number,
         H.ROUND: exchange.round,

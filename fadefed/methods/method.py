@@ -106,10 +106,10 @@ class MethodServer(ABC):
     def parameters_for(self, device: str) -> Array | None:
         """The parameters [d] that `device` will run; None when only the device knows them."""
 
-    def joined(self, device: Device) -> None:
+    def joined(self, device: Device) -> None:  # noqa: B027 (most methods need not know)
         """`device` came onto the roster, for the first time or again."""
 
-    def left(self, device: str) -> None:
+    def left(self, device: str) -> None:  # noqa: B027
         """`device` went off the roster."""
 
     def state(self) -> State:

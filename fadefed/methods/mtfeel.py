@@ -96,7 +96,7 @@ def project_simplex(v: Array) -> Array:
     index = np.arange(1, v.shape[-1] + 1)
     r = (u - c / index > 0).sum(axis=-1, keepdims=True)
     tau = np.take_along_axis(c, r - 1, axis=-1) / r
-    return np.maximum(v - tau, 0)
+    return np.asarray(np.maximum(v - tau, 0))
 
 
 def default_kappa(loss_bound: float, devices: int, delta: float, cover_radius: float) -> float:
@@ -191,6 +191,12 @@ class Server(MethodServer):
         if device.name not in self.names and [device.name, device.samples] not in self.waiting:
             self.waiting.append([device.name, device.samples])
 
+    def admit_waiting(self) -> None:
+        """Give every device that is waiting its row and column. `next` does so between rounds."""
+        for name, samples in self.waiting:
+            self._admit(name, samples)
+        self.waiting = []
+
     def _admit(self, name: str, samples: int) -> None:
         """A row and a column for a new device. Only between rounds: within one, models and masks must fit."""
         size = len(self.names)
@@ -233,9 +239,7 @@ class Server(MethodServer):
 
     def next(self, roster: Roster) -> Exchange | None:
         if self.phase == "losses":
-            for name, samples in self.waiting:
-                self._admit(name, samples)
-            self.waiting = []
+            self.admit_waiting()
             if self.pairs and self.stalled < STALL_LIMIT and not self.options.frozen_alpha:
                 exchange = self._discrepancy_exchange(roster)
                 if exchange is not None:

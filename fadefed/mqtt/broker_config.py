@@ -128,36 +128,12 @@ def _certificates(folder: Path, host: str) -> Path:
     kind = "IP" if host.replace(".", "").isdigit() or ":" in host else "DNS"
     write_atomic(folder / "server.ext", f"subjectAltName={kind}:{host}\nextendedKeyUsage=serverAuth\n".encode())
     new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    authority = ["-subj", "/CN=FadeFed CA", "-days", "3650", "-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    signing = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "825", "-extfile", "server.ext"]
     commands = [
-        [
-            "req",
-            "-x509",
-            *new_key,
-            "-days",
-            "3650",
-            "-subj",
-            "/CN=FadeFed CA",
-            "-keyout",
-            "ca.key",
-            "-out",
-            "ca.crt",
-        ]
-        + ["-addext", "keyUsage=critical,keyCertSign,cRLSign"],
+        ["req", "-x509", *new_key, *authority, "-keyout", "ca.key", "-out", "ca.crt"],
         ["req", *new_key, "-subj", f"/CN={host}", "-keyout", "server.key", "-out", "server.csr"],
-        [
-            "x509",
-            "-req",
-            "-in",
-            "server.csr",
-            "-CA",
-            "ca.crt",
-            "-CAkey",
-            "ca.key",
-            "-CAcreateserial",
-            "-days",
-            "825",
-        ]
-        + ["-extfile", "server.ext", "-out", "server.crt"],
+        ["x509", "-req", "-in", "server.csr", *signing, "-out", "server.crt"],
     ]
     for command in commands:
         done = subprocess.run([openssl, *command], cwd=folder, capture_output=True, text=True, check=False)

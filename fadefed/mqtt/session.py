@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.subscribeoptions import SubscribeOptions
@@ -119,7 +120,7 @@ class Session:
         self._keepalive_s = keepalive_s
         self._expiry_s = expiry_s
         self._chunk_limit = chunk_limit
-        client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id, protocol=paho.MQTTv5)
+        client = paho.Client(CallbackAPIVersion.VERSION2, client_id, protocol=paho.MQTTv5)
         client.connect_timeout = 30.0
         client.max_inflight_messages_set(100)
         client.max_queued_messages_set(0)
@@ -152,7 +153,7 @@ class Session:
                     raise
                 time.sleep(pause)
         self._attempt = 0
-        properties = Properties(PacketTypes.CONNECT)
+        properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
         properties.SessionExpiryInterval = self._expiry_s
         self._client.connect_async(
             self.address.host,
@@ -236,9 +237,9 @@ class Session:
 
     def _next_pause(self) -> float:
         """Exponential backoff with full jitter above half: 0.25 to 0.5 s first, at most 30 s."""
-        ceiling = min(BACKOFF_FIRST_S * 2**self._attempt, BACKOFF_LAST_S)
+        ceiling = min(BACKOFF_FIRST_S * 2.0**self._attempt, BACKOFF_LAST_S)
         self._attempt = min(self._attempt + 1, 16)
-        return ceiling * random.uniform(0.5, 1.0)
+        return float(ceiling * random.uniform(0.5, 1.0))
 
 
 def _no_delay(_client: Any, _data: Any, sock: Any) -> None:
