@@ -44,7 +44,9 @@ def federation(method: str = "mtfeel", **settings: Any) -> Federation:
 class Lab:
     """A broker, a channel and clients as processes, and an aggregator in this one."""
 
-    def __init__(self, processes: Processes, fed: Federation, graphs: Path, client_via: BrokerAddress | None = None) -> None:
+    def __init__(
+        self, processes: Processes, fed: Federation, graphs: Path, client_via: BrokerAddress | None = None
+    ) -> None:
         self.processes, self.fed, self.graphs = processes, fed, graphs
         self.folder = processes.folder
         self.broker, _ = processes.broker()
@@ -63,7 +65,9 @@ class Lab:
         for number in range(len(self.datasets)):
             self.start_client(number, *options)
 
-    def aggregator(self, progress: Callable[[dict[str, Any]], None] | None = None, broker: BrokerAddress | None = None) -> Aggregator:
+    def aggregator(
+        self, progress: Callable[[dict[str, Any]], None] | None = None, broker: BrokerAddress | None = None
+    ) -> Aggregator:
         files = {path.name: path for path in sorted(self.graphs.iterdir()) if path.name != "vjp.onnx"}
         return Aggregator(self.fed, self.folder / "run", files, broker or self.gateway, progress)
 
@@ -106,7 +110,9 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 
 def final_models(aggregator: Aggregator) -> np.ndarray:
-    return np.stack([np.asarray(aggregator.server.parameters_for(name)) for name in sorted(aggregator.checkpoint.roster)])
+    return np.stack(
+        [np.asarray(aggregator.server.parameters_for(name)) for name in sorted(aggregator.checkpoint.roster)]
+    )
 
 
 def simulated_models(fed: Federation, graphs: Path) -> np.ndarray:

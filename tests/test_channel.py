@@ -60,7 +60,11 @@ def test_more_snr_or_bandwidth_never_raises_outage(gains: np.ndarray) -> None:
 def test_a_draw_depends_on_seed_slot_block_and_device_alone() -> None:
     whole = power_gains(1, 2, "x", range(100))
     np.testing.assert_array_equal(power_gains(1, 2, "x", [97, 3]), whole[[97, 3]])
-    for other in (power_gains(2, 2, "x", range(100)), power_gains(1, 3, "x", range(100)), power_gains(1, 2, "y", range(100))):
+    for other in (
+        power_gains(2, 2, "x", range(100)),
+        power_gains(1, 3, "x", range(100)),
+        power_gains(1, 2, "y", range(100)),
+    ):
         assert abs(np.corrcoef(whole, other)[0, 1]) < 0.4 and (whole != other).all()
 
 

@@ -33,7 +33,9 @@ def engines(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-@pytest.mark.parametrize(("fleet", "models", "examples", "shared"), [(1, 1, 1, True), (3, 4, 6, True), (3, 2, 5, False)])
+@pytest.mark.parametrize(
+    ("fleet", "models", "examples", "shared"), [(1, 1, 1, True), (3, 4, 6, True), (3, 2, 5, False)]
+)
 def test_engines_agree(
     engines: dict[str, Engine], task: Task, fleet: int, models: int, examples: int, shared: bool
 ) -> None:
@@ -102,7 +104,9 @@ def test_padding_changes_nothing() -> None:
     params = task.initial(rng)[None, None]
     batch = a_batch(task, 1, 4, rng)
     padded = Batch(
-        np.pad(batch.x, ((0, 0), (0, 3), (0, 0))), np.pad(batch.y, ((0, 0), (0, 3))), np.pad(batch.weight, ((0, 0), (0, 3)))
+        np.pad(batch.x, ((0, 0), (0, 3), (0, 0))),
+        np.pad(batch.y, ((0, 0), (0, 3))),
+        np.pad(batch.weight, ((0, 0), (0, 3))),
     )
     for one, other in zip(
         engine.loss_and_gradient("soft", params, batch), engine.loss_and_gradient("soft", params, padded), strict=True

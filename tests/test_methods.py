@@ -21,7 +21,9 @@ def fleet(sizes: tuple[int, ...] = (5, 5, 5)) -> Fleet:
     )
 
 
-def rounds(server: MethodServer, client: MethodClient, data: Fleet, count: int, lost: set[str] = frozenset()) -> list[dict]:
+def rounds(
+    server: MethodServer, client: MethodClient, data: Fleet, count: int, lost: set[str] = frozenset()
+) -> list[dict]:
     """Run `count` exchanges in memory, with the codecs' effect but without a channel."""
     roster = {f"d{i}": Device(f"d{i}", i, int(n)) for i, n in enumerate(data.train_counts)}
     for device in roster.values():

@@ -39,7 +39,9 @@ def datasets(count: int = 6, size: int = 6, features: int = 8, seed: int = 0) ->
     return result
 
 
-def simulation(options: str = "", data: list[Dataset] | None = None, rounds: int = 6, link: LinkConfig | None = None) -> Simulation:
+def simulation(
+    options: str = "", data: list[Dataset] | None = None, rounds: int = 6, link: LinkConfig | None = None
+) -> Simulation:
     data = data or datasets()
     text = (
         f'[federation]\nmethod = "mtfeel"\nrounds = {rounds}\ndevices = {len(data)}\n'
@@ -75,7 +77,9 @@ def test_u1_simplex_projection() -> None:
         np.testing.assert_allclose(project_simplex(x), x, atol=1e-12)
         np.testing.assert_allclose(project_simplex(v + 3.7), x, atol=1e-12)
         assert (np.diff(x[np.argsort(v)]) >= -1e-12).all()
-        assert np.abs(x - v).sum() == pytest.approx(abs(1 - np.maximum(v, 0).sum()) + np.maximum(-v, 0).sum(), abs=1e-11)
+        assert np.abs(x - v).sum() == pytest.approx(
+            abs(1 - np.maximum(v, 0).sum()) + np.maximum(-v, 0).sum(), abs=1e-11
+        )
 
 
 def test_u1_projection_matches_a_quadratic_programme() -> None:
@@ -278,7 +282,7 @@ def test_u9_outage_policies(policy: str) -> None:
 
 def test_u10_frozen_uniform_alpha_is_sign_sgd() -> None:
     server = run('frozen_alpha = true\nties = "plus"\neta = 0.06')
-    assert (server.W == server.W[0]).all()
+    assert (server.W[0] == server.W).all()
     text = (
         '[federation]\nmethod = "sign-sgd"\nrounds = 6\ndevices = 6\n[task]\nname = "t"\nlayers = [8, 5, 4]\n'
         'dtype = "float64"\n[method]\nlearning_rate = 0.01\nties = "plus"\n'

@@ -66,7 +66,11 @@ def test_order_and_shared_round_trip() -> None:
 
 
 def test_state_round_trip_keeps_every_bit() -> None:
-    state = {"w": np.array([[1.5, np.nan], [np.inf, -0.0]]), "n": [1, None, True, "x", b"y"], "deep": {"i": np.int64(3)}}
+    state = {
+        "w": np.array([[1.5, np.nan], [np.inf, -0.0]]),
+        "n": [1, None, True, "x", b"y"],
+        "deep": {"i": np.int64(3)},
+    }
     back = unpack_state(pack_state(state))
     assert back["w"].tobytes() == state["w"].tobytes() and back["w"].dtype == np.float64
     assert back["n"] == state["n"] and back["deep"] == {"i": 3}
@@ -144,7 +148,12 @@ def test_damaged_messages_never_raise_anything_else(data: st.DataObject) -> None
 
 
 headers = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.integers(0, 14), inner, max_size=6),
     max_leaves=25,
 )

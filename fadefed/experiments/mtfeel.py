@@ -26,11 +26,16 @@ GRIDS: dict[str, tuple[tuple[str, ...], int]] = {
     "local": (("learning_rate = 0.1", "learning_rate = 0.3", "learning_rate = 1.0"), ROUNDS),
     "fedsgd": (("learning_rate = 0.1", "learning_rate = 0.3", "learning_rate = 1.0"), ROUNDS),
     "sign-sgd": (("learning_rate = 0.003", "learning_rate = 0.01", "learning_rate = 0.03"), ROUNDS),
-    "fedavg": (("learning_rate = 0.1\nepochs = 5", "learning_rate = 0.3\nepochs = 5", "learning_rate = 1.0\nepochs = 5"), 60),
+    "fedavg": (
+        ("learning_rate = 0.1\nepochs = 5", "learning_rate = 0.3\nepochs = 5", "learning_rate = 1.0\nepochs = 5"),
+        60,
+    ),
 }
 
 
-def federation(method: str, seed: int, options: str = "", *, rounds: int = ROUNDS, split: str = "cohorts") -> Federation:
+def federation(
+    method: str, seed: int, options: str = "", *, rounds: int = ROUNDS, split: str = "cohorts"
+) -> Federation:
     """The paper's federation with one method."""
     text = (
         f'[federation]\nmethod = "{method}"\nrounds = {rounds}\ndevices = {DEVICES}\nseed = {seed}\n'
@@ -201,7 +206,9 @@ def run(seeds: list[int], out: Path | None) -> int:
         failed += not passed
         verdict = "" if gate.threshold == "report" else ("pass" if passed else "FAIL")
         print(f"{gate.name:5}{gate.what:48}{value:10.4f}  {gate.threshold:12}{verdict}")
-        table.append({"gate": gate.name, "what": gate.what, "value": value, "threshold": gate.threshold, "passed": passed})
+        table.append(
+            {"gate": gate.name, "what": gate.what, "value": value, "threshold": gate.threshold, "passed": passed}
+        )
     if out is not None:
         write_atomic(out, (json.dumps({"seeds": seeds, "gates": table, "rows": rows}, indent=2) + "\n").encode())
     return 1 if failed else 0
