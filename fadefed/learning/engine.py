@@ -30,6 +30,13 @@ class Engine(Protocol):
         """Mean losses [B, M] and their gradients [B, M, d]."""
         ...
 
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+        """Gradients of some of the shared models params [M, d] only: for device b, [chosen[b].sum(), d].
+
+        chosen: bool [B, M]. Saves the backward passes that nobody asked for.
+        """
+        ...
+
     def predict(self, task: str, params: Array, x: Array) -> Array:
         """Outputs [M, n, C] of params [M, d] on x [n, ...]."""
         ...
@@ -62,6 +69,11 @@ def open_engine(name: EngineName, tasks: list[Task], graphs: dict[str, Path] | N
             ) from error
         return TorchEngine(tasks)
     raise EngineError(f"Unknown engine '{name}'. Known: onnx, numpy, torch.")
+
+
+def gradients_one_by_one(engine: Engine, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+    """`chosen_gradients` by one call of `loss_and_gradient` per device."""
+    return [engine.loss_and_gradient(task, params[None, chosen[b]], batch.device(b))[1][0] for b in range(len(batch.x))]
 
 
 def find_task(tasks: dict[str, Task], name: str) -> Task:

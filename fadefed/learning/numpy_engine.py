@@ -25,6 +25,25 @@ class NumpyEngine:
         _backward(spec, params, activations, delta, gradient)
         return losses, gradient
 
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+        spec = find_task(self.tasks, task)
+        # One forward pass of all models on the whole fleet: one large matrix product beats many small ones.
+        activations = _forward(spec, params[None], batch.x)
+        _, delta = logit_gradient(spec, activations[-1], batch)
+        gradients = []
+        for b, rows in enumerate(chosen):
+            own = [activations[0][b : b + 1], *(layer[b : b + 1, rows] for layer in activations[1:])]
+            gradient = np.empty((1, int(rows.sum()), spec.layout.size), dtype=params.dtype)
+            _backward(
+                spec,
+                params[None, rows] if len(spec.layers) > 2 else params[None],
+                own,
+                delta[b : b + 1, rows],
+                gradient,
+            )
+            gradients.append(gradient[0])
+        return gradients
+
     def predict(self, task: str, params: Array, x: Array) -> Array:
         spec = find_task(self.tasks, task)
         return np.asarray(_forward(spec, params[None], x[None])[-1][0])

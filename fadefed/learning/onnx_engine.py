@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fadefed.errors import EngineError
-from fadefed.learning.engine import find_task
+from fadefed.learning.engine import find_task, gradients_one_by_one
 from fadefed.learning.task import Batch, Task, mean_losses
 from fadefed.messages import Array
 
@@ -79,6 +79,9 @@ class OnnxEngine:
         if len(losses) == 1:
             return losses[0][None], gradients[0][None]
         return np.stack(losses), np.stack(gradients)
+
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+        return gradients_one_by_one(self, task, params, batch, chosen)
 
     def predict(self, task: str, params: Array, x: Array) -> Array:
         spec = find_task(self.tasks, task)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value, vjp, vmap
 
-from fadefed.learning.engine import find_task
+from fadefed.learning.engine import find_task, gradients_one_by_one
 from fadefed.learning.task import Batch, Task
 from fadefed.messages import Array
 
@@ -75,6 +75,9 @@ class TorchEngine:
     def loss_and_gradient(self, task: str, params: Array, batch: Batch) -> tuple[Array, Array]:
         losses, gradients = self._over_fleet(task, self._gradient, params, batch)
         return self._numpy(losses), self._numpy(gradients)
+
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+        return gradients_one_by_one(self, task, params, batch, chosen)
 
     def predict(self, task: str, params: Array, x: Array) -> Array:
         find_task(self.tasks, task)

@@ -106,8 +106,10 @@ def encode(codec: str, tensor: Array, tie_bits: TieBits | None = None) -> Coded:
     if codec == "bits":
         return Coded(codec, shape, _pack(tensor.astype(bool).ravel()))
     flat = tensor.ravel()
-    total = float(np.sum(np.abs(flat), dtype=np.float64))
-    if not math.isfinite(total):
+    # NaN or infinity anywhere makes the sum non-finite; so may an overflow, hence the second look.
+    with np.errstate(over="ignore", invalid="ignore"):
+        suspicious = not math.isfinite(flat.sum())
+    if suspicious and not np.isfinite(flat).all():
         raise NonFiniteError("The tensor holds NaN or infinity")
     if codec == "int8":
         rows = np.asarray(tensor, dtype=np.float32).reshape(shape[0] if len(shape) > 1 else 1, -1)
@@ -118,7 +120,10 @@ def encode(codec: str, tensor: Array, tie_bits: TieBits | None = None) -> Coded:
     if codec == "ternary":
         return Coded(codec, shape, _pack(flat > 0) + _pack(flat != 0))
     if codec in SIGN_CODECS:
-        scale = () if codec == "sign" else (float(np.float32(total / max(flat.size, 1))),)
+        if codec == "sign":
+            return Coded(codec, shape, _signs(flat, tie_bits))
+        magnitude = float(np.abs(flat).sum(dtype=np.float64)) / max(flat.size, 1)
+        scale = (float(np.float32(magnitude)),)
         return Coded(codec, shape, _signs(flat, tie_bits), scale)
     raise MessageError(f"Unknown codec '{codec}'. Known: {', '.join(CODECS)}.")
 

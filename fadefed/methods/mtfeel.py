@@ -474,16 +474,13 @@ class Client(MethodClient):
             return [(self._discrepancy(call, b), {}) for b in range(len(call.orders))]
         models = call.shared[self._key("models")]
         if phase == "signs":
-            masks = [order.tensors[self._key("support")] for order in call.orders]
-            return [(Report(self._signs(call, b, models, mask)[1]), {}) for b, mask in enumerate(masks)]
+            masks = np.stack([order.tensors[self._key("support")] for order in call.orders])
+            chosen = call.engine.chosen_gradients(self.task.name, models, call.fleet.train, masks)
+            return [(Report(self._signals(mask, g)), {}) for mask, g in zip(masks, chosen, strict=True)]
         rows = np.array([int(order.scalars["row"]) for order in call.orders])
         measured = self.evaluation(call, models[rows])
         if phase == "full":
-            reports = []
-            for b in range(len(call.orders)):
-                losses, signals = self._signs(call, b, models, np.ones(len(models), dtype=bool))
-                reports.append(self._loss_report(losses, int(rows[b]), measured[b], signals))
-            return [(report, {}) for report in reports]
+            return [(self._full(call, b, models, int(rows[b]), measured[b]), {}) for b in range(len(call.orders))]
         losses = call.engine.losses(self.task.name, models[None], call.fleet.train)
         return [(self._loss_report(losses[b], int(rows[b]), measured[b], {}), {}) for b in range(len(call.orders))]
 
@@ -493,11 +490,14 @@ class Client(MethodClient):
     def _loss_report(self, losses: Array, row: int, measured: dict[str, Scalar], signals: dict[Key, Array]) -> Report:
         return Report({self._key("losses"): losses, **signals}, {"train_loss": float(losses[row]), **measured})
 
-    def _signs(self, call: Call, b: int, models: Array, mask: Array) -> tuple[Array, dict[Key, Array]]:
-        """Losses of the chosen models, and their gradients as the signals sign/k (the codec takes the sign)."""
-        chosen = np.flatnonzero(mask)
-        losses, gradients = call.engine.loss_and_gradient(self.task.name, models[None, chosen], call.batch(b))
-        return losses[0], {self._key(f"sign/{k}"): gradients[0, row] for row, k in enumerate(chosen)}
+    def _full(self, call: Call, b: int, models: Array, row: int, measured: dict[str, Scalar]) -> Report:
+        losses, gradients = call.engine.loss_and_gradient(self.task.name, models[None], call.batch(b))
+        signals = self._signals(np.ones(len(models), dtype=bool), gradients[0])
+        return self._loss_report(losses[0], row, measured, signals)
+
+    def _signals(self, mask: Array, gradients: Array) -> dict[Key, Array]:
+        """Gradients [mask.sum(), d] of the chosen models as the signals sign/k; the codec takes the sign."""
+        return {self._key(f"sign/{k}"): gradient for k, gradient in zip(np.flatnonzero(mask), gradients, strict=True)}
 
     def _discrepancy(self, call: Call, b: int) -> Report:
         """Losses and gradients of trial parameters on this device's examples (spec 3.3)."""
