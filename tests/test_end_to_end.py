@@ -152,6 +152,29 @@ def test_the_channel_goes_and_comes_back_in_mid_run(tmp_path: Path, graphs: Path
     np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
 
 
+def test_a_silent_network_is_noticed(tmp_path: Path, graphs: Path) -> None:
+    """Nothing is closed, nothing passes any more: the broker gives up after 1.5 keep-alives and sends the will."""
+    fed = federation("sign-sgd", rounds=100_000, devices=2, channel="")
+    with lab(tmp_path, fed, graphs) as parts:
+        port = free_port()
+        relay = parts.processes.start(
+            "relay", sys.executable, "-m", "tests.relay", str(port), str(parts.broker.port), "0"
+        )
+        parts.processes.wait_for(BrokerAddress("127.0.0.1", port))
+        parts.start_client(0, "--keepalive", "4", broker=BrokerAddress("127.0.0.1", port))
+        parts.start_client(1)
+        rows: list[dict] = []
+        aggregator = parts.aggregator(rows.append)
+        with running(aggregator):
+            wait_until(lambda: rows and rows[-1]["asked"] == 2)
+            relay.send_signal(signal.SIGSTOP)
+            wait_until(lambda: device_name(0) not in aggregator.online, 30)
+            seen = len(rows)
+            wait_until(lambda: len(rows) > seen + 3)
+            relay.send_signal(signal.SIGCONT)
+            wait_until(lambda: rows[-1]["asked"] == 2 and rows[-1]["reported"] == 2)  # and it comes back
+
+
 def delayed(parts: Lab, delay_s: float) -> tuple[BrokerAddress, BrokerAddress]:
     """Relays with a one-way delay in front of the broker (for clients) and of the proxy (for the aggregator)."""
     ports = []
@@ -277,7 +300,7 @@ def test_the_demo_and_its_end_on_ctrl_c(tmp_path: Path) -> None:
     assert len(family) >= 12
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130
-    gone, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     other = subprocess.run([*command[:-2], str(tmp_path), "--rounds", "5"], capture_output=True, text=True, timeout=60)
     assert other.returncode == 2 and "something else" in other.stderr

@@ -1,4 +1,7 @@
-"""The unit checks U1 to U20 of the MtFEEL reproduction protocol (U7: test_codecs, U8: test_engines, U15, U16, U19: test_channel)."""
+"""The unit checks U1 to U20 of the MtFEEL reproduction protocol.
+
+U7 is in test_codecs, U8 in test_engines, U15, U16 and U19 in test_channel.
+"""
 
 import math
 
