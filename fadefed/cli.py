@@ -165,13 +165,23 @@ def run_aggregator(options: argparse.Namespace) -> int:
     broker = federation.broker
     password = broker.password or os.environ.get("FADEFED_PASSWORD")
     address = BrokerAddress(broker.host, broker.port, broker.username, password, broker.ca)
-    aggregator = Aggregator(federation, folder, graphs, address)
+    aggregator = Aggregator(federation, folder, graphs, address, _log_progress)
     _on_signals(aggregator.stop)
     summary = aggregator.run(options.wait or None)
     if summary is None:
         return 130
     print(json.dumps(summary["mean"], indent=2))
     return 0
+
+
+def _log_progress(row: dict[str, Any]) -> None:
+    if "test_accuracy" in row or row["phase"] == "discrepancy":
+        shown = {name: row[name] for name in ("train_loss", "test_accuracy", "pairs_left") if name in row}
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        logging.getLogger("fadefed.aggregator").info(
+            "round %d, %s: %d of %d reported, %d signals erased  %s",
+            row["round"], row["phase"], row["reported"], row["asked"], row["erased"], text,
+        )  # fmt: skip
 
 
 def run_channel(options: argparse.Namespace) -> int:

@@ -209,6 +209,8 @@ class Metrics:
             row["outages"] = dict(sorted(outages.items()))
         if reception.absent:
             row["absent"] = sorted(reception.absent)
+        if reception.late:
+            row["late"] = sorted(reception.late)
         if reception.refused:
             row["refused"] = reception.refused
         row |= {name: _plain(value) for name, value in metrics.items()}

@@ -201,6 +201,64 @@ def test_a_slow_link_changes_nothing(delay_s: float, rounds: int, tmp_path: Path
     np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
 
 
+def test_what_misses_the_deadline_is_an_outage(tmp_path: Path, graphs: Path) -> None:
+    """One board's link is slower than the deadline: it counts as absent, its reports as late, and the rest learn."""
+    fed = federation("sign-sgd", rounds=4, devices=3, channel="", more="deadline_s = 1.0")
+    with lab(tmp_path, fed, graphs) as parts:
+        slow, _ = delayed(parts, 1.5)
+        parts.start_client(0, "--wait", "60", broker=slow)
+        parts.start_client(1)
+        parts.start_client(2)
+        aggregator = parts.aggregator()
+        assert aggregator.run() is not None
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    training = [row for row in rows if row["phase"] == "train"]
+    assert len(training) == 4
+    assert all(row["absent"] == [device_name(0)] and row["reported"] == 2 for row in training)
+    assert any(row.get("late") == [device_name(0)] for row in rows)
+
+
+def test_a_federation_over_tls_with_the_access_list(tmp_path: Path, graphs: Path) -> None:
+    """Every part under its own login; the aggregator's broker address is all that knows of the channel."""
+    from aggregator import Aggregator
+    from fadefed.demo.processes import mosquitto_path
+    from fadefed.mqtt.broker_config import write_broker_config
+    from fadefed.tasks import save_npz
+
+    fed = federation(rounds=3, devices=3)
+    names = [device_name(i) for i in range(3)]
+    files = write_broker_config(tmp_path / "b", names, port=free_port(), listen="127.0.0.1", tls_host="127.0.0.1")
+    toml = tmp_path / "federation.toml"
+    toml.write_text(fed.file.text)
+
+    def login(user: str) -> list[str]:
+        return [
+            "--username",
+            user,
+            "--password-file",
+            str(files.credentials / f"{user}.password"),
+            "--ca",
+            str(files.ca),
+        ]
+
+    with Processes(tmp_path) as processes:
+        program = mosquitto_path()
+        assert program is not None
+        processes.start("broker", program, "-c", str(files.config))
+        broker = BrokerAddress(
+            "127.0.0.1", int(files.config.read_text().split("listener ")[1].split()[0]), ca=str(files.ca)
+        )
+        processes.wait_for(broker)
+        gateway = processes.channel(toml, broker, "channel", *login("channel"))
+        for name, dataset in zip(names, fed.deal(), strict=True):
+            save_npz(tmp_path / f"{name}.npz", dataset)
+            processes.client(name, tmp_path / f"{name}.npz", broker, *login(name))
+        graph_files = {path.name: path for path in graphs.iterdir() if path.name != "vjp.onnx"}
+        aggregator = Aggregator(fed, tmp_path / "run", graph_files, gateway)
+        assert aggregator.run() is not None
+    np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
+
+
 def test_nonsense_on_every_topic_disturbs_nobody(tmp_path: Path, graphs: Path) -> None:
     """Malformed, truncated, oversized, wrong-version and foreign messages while a federation runs."""
     from fadefed.messages.wire import CodedReport, H, Kind, Message, pack

@@ -22,7 +22,7 @@ def draw_accuracy(path: Path, curves: dict[str, tuple[list[int], list[float]]]) 
     axes.set(xlabel="round", ylabel="test accuracy, mean over devices", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8, title="dashed: float32 over an error-free link", title_fontsize=8)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, bbox_inches="tight")
 
 
 def draw_alpha(path: Path, alpha: Array, cohorts: Array) -> None:
@@ -40,7 +40,7 @@ def draw_alpha(path: Path, alpha: Array, cohorts: Array) -> None:
             fontsize=9, alpha=0.9,
         )  # fmt: skip
     axes.set(xlabel="m: whose data", ylabel="k: whose model", xticks=range(len(alpha)), yticks=range(len(alpha)))
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, bbox_inches="tight")
 
 
 def draw_outages(path: Path, lost: dict[str, int], sent: dict[str, int], closed_form: float) -> None:
@@ -55,4 +55,4 @@ def draw_outages(path: Path, lost: dict[str, int], sent: dict[str, int], closed_
     axes.set_ylim(0, max([*shares, closed_form]) * 1.3 + 1e-3)
     axes.legend(fontsize=8)
     axes.grid(axis="y", alpha=0.3)
-    figure.savefig(path, dpi=DPI)
+    figure.savefig(path, dpi=DPI, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""The parts of a federation as processes of this machine: broker, channel, clients. All end with the `Fleet` context."""
+"""The parts of a federation as processes of this machine: broker, channel, clients. All end with `Processes`."""
 
 import contextlib
 import os
