@@ -1,5 +1,6 @@
 """The engine: the only door to autodiff. A method is NumPy over these calls."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -30,10 +31,11 @@ class Engine(Protocol):
         """Mean losses [B, M] and their gradients [B, M, d]."""
         ...
 
-    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
-        """Gradients of some of the shared models params [M, d] only: for device b, [chosen[b].sum(), d].
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
+        """Gradients of some of the shared models params [M, d] only: device after device, [chosen[b].sum(), d].
 
-        chosen: bool [B, M]. Saves the backward passes that nobody asked for.
+        chosen: bool [B, M]. Saves the backward passes that nobody asked for. Each array is valid until the next one
+        is taken: the buffer, which fits the processor's cache, is used again.
         """
         ...
 
@@ -71,9 +73,10 @@ def open_engine(name: EngineName, tasks: list[Task], graphs: dict[str, Path] | N
     raise EngineError(f"Unknown engine '{name}'. Known: onnx, numpy, torch.")
 
 
-def gradients_one_by_one(engine: Engine, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+def gradients_one_by_one(engine: Engine, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
     """`chosen_gradients` by one call of `loss_and_gradient` per device."""
-    return [engine.loss_and_gradient(task, params[None, chosen[b]], batch.device(b))[1][0] for b in range(len(batch.x))]
+    for b in range(len(batch.x)):
+        yield engine.loss_and_gradient(task, params[None, chosen[b]], batch.device(b))[1][0]
 
 
 def find_task(tasks: dict[str, Task], name: str) -> Task:

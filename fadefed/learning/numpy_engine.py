@@ -1,5 +1,7 @@
 """The NumPy engine: dense stacks forward and backward, batched over devices and models, in any float dtype."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from fadefed.learning.engine import find_task
@@ -22,27 +24,24 @@ class NumpyEngine:
         activations = _forward(spec, params, batch.x)
         losses, delta = logit_gradient(spec, activations[-1], batch)
         gradient = np.empty((len(batch.x), params.shape[1], spec.layout.size), dtype=params.dtype)
-        _backward(spec, params, activations, delta, gradient)
+        _backward(spec, _only_weights(spec, params), activations, delta, gradient)
         return losses, gradient
 
-    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
         spec = find_task(self.tasks, task)
         # One forward pass of all models on the whole fleet: one large matrix product beats many small ones.
         activations = _forward(spec, params[None], batch.x)
         _, delta = logit_gradient(spec, activations[-1], batch)
-        gradients = []
-        for b, rows in enumerate(chosen):
+        weights = _only_weights(spec, params[None])
+        buffer = np.empty((1, int(chosen.sum(axis=1).max(initial=0)), spec.layout.size), dtype=params.dtype)
+        for b, mask in enumerate(chosen):
+            rows = np.flatnonzero(mask)
             own = [activations[0][b : b + 1], *(layer[b : b + 1, rows] for layer in activations[1:])]
-            gradient = np.empty((1, int(rows.sum()), spec.layout.size), dtype=params.dtype)
-            _backward(
-                spec,
-                params[None, rows] if len(spec.layers) > 2 else params[None],
-                own,
-                delta[b : b + 1, rows],
-                gradient,
-            )
-            gradients.append(gradient[0])
-        return gradients
+            # The first layer's weights take no part in its own gradient; copying them would cost the most.
+            own_weights = [weights[0], *(weight[:, rows] for weight in weights[1:])]
+            gradient = buffer[:, : len(rows)]
+            _backward(spec, own_weights, own, delta[b : b + 1, rows], gradient)
+            yield gradient[0]
 
     def predict(self, task: str, params: Array, x: Array) -> Array:
         spec = find_task(self.tasks, task)
@@ -54,7 +53,7 @@ class NumpyEngine:
         activations = _forward(spec, flat, x[None])
         gradient = np.empty((1, 1, spec.layout.size), dtype=params.dtype)
         delta = output_cotangent[None, None].astype(params.dtype)
-        x_cotangent = _backward(spec, flat, activations, delta, gradient, to_input=True)
+        x_cotangent = _backward(spec, _only_weights(spec, flat), activations, delta, gradient, to_input=True)
         assert x_cotangent is not None
         return gradient[0, 0], x_cotangent[0, 0].reshape(x.shape)
 
@@ -63,6 +62,10 @@ def _weights(task: Task, params: Array) -> list[tuple[Array, Array]]:
     """(weight [B, M, out, in], bias [B, M, out]) of each layer: views of params [B, M, d]."""
     parts = list(task.layout.split(params).values())
     return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _only_weights(task: Task, params: Array) -> list[Array]:
+    return [weight for weight, _ in _weights(task, params)]
 
 
 def _forward(task: Task, params: Array, x: Array) -> list[Array]:
@@ -91,23 +94,26 @@ def _forward(task: Task, params: Array, x: Array) -> list[Array]:
 
 def _backward(
     task: Task,
-    params: Array,
+    weights: list[Array],
     activations: list[Array],
     delta: Array,
     gradient: Array,
     *,
     to_input: bool = False,
 ) -> Array | None:
-    """Backpropagate delta [B, M, n, C] into gradient [B, M, d], in place; the input's cotangent where asked."""
+    """Backpropagate delta [B, M, n, C] into gradient [B, M, d], in place; the input's cotangent where asked.
+
+    weights: of each layer [B or 1, M, out, in].
+    """
     slots = _weights(task, gradient)
     for i in reversed(range(len(slots))):
-        weight, bias = slots[i]
+        weight_gradient, bias_gradient = slots[i]
         inputs = activations[i][:, None] if i == 0 else activations[i]
-        np.matmul(delta.swapaxes(2, 3), inputs, out=weight)
-        delta.sum(axis=2, out=bias)
+        np.matmul(delta.swapaxes(2, 3), inputs, out=weight_gradient)
+        delta.sum(axis=2, out=bias_gradient)
         if i == 0 and not to_input:
             return None
-        delta = np.matmul(delta, _weights(task, params)[i][0])
+        delta = np.matmul(delta, weights[i])
         if i:
             delta *= activations[i] > 0
     return delta

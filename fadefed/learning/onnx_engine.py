@@ -1,5 +1,6 @@
 """The ONNX Runtime engine: runs gradient graphs that the gateway exported, so that a board needs no torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class OnnxEngine:
             return losses[0][None], gradients[0][None]
         return np.stack(losses), np.stack(gradients)
 
-    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
         return gradients_one_by_one(self, task, params, batch, chosen)
 
     def predict(self, task: str, params: Array, x: Array) -> Array:

@@ -1,6 +1,6 @@
 """The torch engine: torch.func over flat parameters, batched over devices and models."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class TorchEngine:
         losses, gradients = self._over_fleet(task, self._gradient, params, batch)
         return self._numpy(losses), self._numpy(gradients)
 
-    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> list[Array]:
+    def chosen_gradients(self, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
         return gradients_one_by_one(self, task, params, batch, chosen)
 
     def predict(self, task: str, params: Array, x: Array) -> Array:

@@ -38,7 +38,7 @@ simulator answers for a thousand devices in one call, a board for a fleet of one
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,8 +178,12 @@ class MethodClient(ABC):
         self.options = options
 
     @abstractmethod
-    def respond(self, call: Call) -> list[tuple[Report, State]]:
-        """One (report, new state) per device of the fleet."""
+    def respond(self, call: Call) -> Iterable[tuple[Report, State]]:
+        """One (report, new state) per device of the fleet, in order.
+
+        A generator is welcome: each report is coded before the next one is asked for, so tensors may be views of a
+        buffer that is used again.
+        """
 
     def parameters(self, order: Order, state: State) -> Array:
         """What this device will run, given the final order: by default the parameters that the server sends."""

@@ -15,7 +15,7 @@ Rows k own models, columns m own data: X[k, m] is model k on device m's examples
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -468,7 +468,7 @@ def _grown(square: Array, value: float) -> Array:
 class Client(MethodClient):
     """Evaluates other devices' models on its own examples; never sees their data or alpha."""
 
-    def respond(self, call: Call) -> list[tuple[Report, State]]:
+    def respond(self, call: Call) -> Iterable[tuple[Report, State]]:
         phase = call.exchange.phase
         if phase == "discrepancy":
             return [(self._discrepancy(call, b), {}) for b in range(len(call.orders))]
@@ -476,7 +476,7 @@ class Client(MethodClient):
         if phase == "signs":
             masks = np.stack([order.tensors[self._key("support")] for order in call.orders])
             chosen = call.engine.chosen_gradients(self.task.name, models, call.fleet.train, masks)
-            return [(Report(self._signals(mask, g)), {}) for mask, g in zip(masks, chosen, strict=True)]
+            return ((Report(self._signals(mask, g)), {}) for mask, g in zip(masks, chosen, strict=True))
         rows = np.array([int(order.scalars["row"]) for order in call.orders])
         measured = self.evaluation(call, models[rows])
         if phase == "full":
