@@ -116,38 +116,23 @@ def test_a_killed_client_leaves_and_a_returning_one_joins(tmp_path: Path, graphs
         assert aggregator.checkpoint.roster[device_name(1)][0] == 1  # its number is its own for good
 
 
-def test_the_broker_goes_and_comes_back_in_mid_run(tmp_path: Path, graphs: Path) -> None:
-    fed = federation(rounds=120, devices=3)
+@pytest.mark.parametrize("part", ["broker", "channel"])
+def test_a_part_goes_and_comes_back_in_mid_run(part: str, tmp_path: Path, graphs: Path) -> None:
+    """All sides reconnect and the run goes on, to the same models."""
+    fed = federation(rounds=100, devices=3)
     with lab(tmp_path, fed, graphs) as parts:
         parts.start_clients()
         rows: list[dict] = []
         aggregator = parts.aggregator(rows.append)
         with running(aggregator) as result:
             wait_until(lambda: any(row["round"] >= 3 for row in rows))
-            broker = parts.processes.children["broker"]
-            command = list(broker.args)  # type: ignore[arg-type]
-            broker.kill()
-            broker.wait()
+            child = parts.processes.children[part]
+            command = list(child.args)  # type: ignore[arg-type]
+            child.kill()
+            child.wait()
             time.sleep(0.5)
-            assert rows[-1]["round"] < 120
-            parts.processes.start("broker-2", *command)
-            wait_until(lambda: "summary" in result, 120)
-    np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
-
-
-def test_the_channel_goes_and_comes_back_in_mid_run(tmp_path: Path, graphs: Path) -> None:
-    fed = federation(rounds=60, devices=3)
-    with lab(tmp_path, fed, graphs) as parts:
-        parts.start_clients()
-        rows: list[dict] = []
-        aggregator = parts.aggregator(rows.append)
-        with running(aggregator) as result:
-            wait_until(lambda: any(row["round"] >= 3 for row in rows))
-            channel = parts.processes.children["channel"]
-            command = list(channel.args)  # type: ignore[arg-type]
-            channel.kill()
-            channel.wait()
-            parts.processes.start("channel-2", *command)
+            assert rows[-1]["round"] < 100
+            parts.processes.start(f"{part}-2", *command)
             wait_until(lambda: "summary" in result, 120)
     np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
 

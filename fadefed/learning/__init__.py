@@ -1,6 +1,7 @@
 """Flat parameters, engines (ONNX Runtime, torch, NumPy), gradient graphs, quantization."""
 
-from fadefed.learning.engine import Engine, EngineName, open_engine
+from fadefed.learning.engine import Engine
+from fadefed.learning.engines import EngineName, open_engine
 from fadefed.learning.layout import Layout
 from fadefed.learning.task import Batch, Loss, Task
 

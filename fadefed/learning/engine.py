@@ -1,14 +1,10 @@
 """The engine: the only door to autodiff. A method is NumPy over these calls."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
-from fadefed.errors import EngineError
 from fadefed.learning.task import Batch, Task
 from fadefed.messages import Array
-
-EngineName = Literal["onnx", "numpy", "torch"]
 
 
 class Engine(Protocol):
@@ -48,39 +44,7 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(name: EngineName, tasks: list[Task], graphs: dict[str, Path] | None = None) -> Engine:
-    """The engine `name` for `tasks`.
-
-    `onnx` needs `graphs`: for each task a folder with its `gradient.onnx` and `predict.onnx`
-    (`fadefed.learning.export` writes them). `torch` needs torch.
-    """
-    if name == "numpy":
-        from fadefed.learning.numpy_engine import NumpyEngine
-
-        return NumpyEngine(tasks)
-    if name == "onnx":
-        from fadefed.learning.onnx_engine import OnnxEngine
-
-        return OnnxEngine(tasks, graphs or {})
-    if name == "torch":
-        try:
-            from fadefed.learning.torch_engine import TorchEngine
-        except ImportError as error:
-            raise EngineError(
-                "The torch engine needs torch: pip install 'fadefed[gateway]', or use engine = \"onnx\"."
-            ) from error
-        return TorchEngine(tasks)
-    raise EngineError(f"Unknown engine '{name}'. Known: onnx, numpy, torch.")
-
-
 def gradients_one_by_one(engine: Engine, task: str, params: Array, batch: Batch, chosen: Array) -> Iterator[Array]:
     """`chosen_gradients` by one call of `loss_and_gradient` per device."""
     for b in range(len(batch.x)):
         yield engine.loss_and_gradient(task, params[None, chosen[b]], batch.device(b))[1][0]
-
-
-def find_task(tasks: dict[str, Task], name: str) -> Task:
-    """The task `name`, or EngineError naming those known."""
-    if name not in tasks:
-        raise EngineError(f"The engine has no task '{name}'. It knows: {', '.join(sorted(tasks)) or 'none'}.")
-    return tasks[name]

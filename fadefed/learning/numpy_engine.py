@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fadefed.learning.engine import find_task
-from fadefed.learning.task import Batch, Task, logit_gradient, mean_losses
+from fadefed.learning.task import Batch, Task, find_task, logit_gradient, mean_losses
 from fadefed.messages import Array
 
 

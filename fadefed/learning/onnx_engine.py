@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fadefed.errors import EngineError
-from fadefed.learning.engine import find_task, gradients_one_by_one
-from fadefed.learning.task import Batch, Task, mean_losses
+from fadefed.learning.engine import gradients_one_by_one
+from fadefed.learning.task import Batch, Task, find_task, mean_losses
 from fadefed.messages import Array
 
 GRADIENT = "gradient.onnx"

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fadefed.errors import ConfigError, DataError
+from fadefed.errors import ConfigError, DataError, EngineError
 from fadefed.learning.layout import Layout
 from fadefed.messages import Array
 
@@ -182,3 +182,10 @@ def logit_gradient(task: Task, outputs: Array, batch: Batch) -> tuple[Array, Arr
     onehot = np.arange(task.classes) == batch.y[:, None, :, None]
     gradient = (softmax - onehot) * factor[..., None]
     return (losses * share).sum(axis=2), gradient.astype(outputs.dtype, copy=False)
+
+
+def find_task(tasks: dict[str, Task], name: str) -> Task:
+    """The task `name`, or EngineError naming those known."""
+    if name not in tasks:
+        raise EngineError(f"The engine has no task '{name}'. It knows: {', '.join(sorted(tasks)) or 'none'}.")
+    return tasks[name]

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad_and_value, vjp, vmap
 
-from fadefed.learning.engine import find_task, gradients_one_by_one
-from fadefed.learning.task import Batch, Task
+from fadefed.learning.engine import gradients_one_by_one
+from fadefed.learning.task import Batch, Task, find_task
 from fadefed.messages import Array
 
 Function = Callable[..., Any]
