@@ -131,6 +131,9 @@ def _on_signals(stop: Callable[[], None]) -> None:
 
 
 def run_client(options: argparse.Namespace) -> int:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # before NumPy loads: results then repeat to the bit
+
     from edge_client import Agent, AgentConfig
     from fadefed.mqtt.topics import check_device_name
     from fadefed.tasks import open_source
@@ -218,10 +221,10 @@ def run_simulate(options: argparse.Namespace) -> int:
 
     from fadefed.federation import Federation
     from fadefed.files import write_atomic
-    from fadefed.simulation import Simulation, temporary_graphs
+    from fadefed.simulation import Simulation, fast_engine, temporary_graphs
 
     federation = Federation.read(options.federation)
-    engine = options.engine or (federation.config.engine if options.mode == "reference" else "torch")
+    engine = options.engine or (federation.config.engine if options.mode == "reference" else fast_engine())
     with contextlib.ExitStack() as stack:
         graphs = stack.enter_context(temporary_graphs(federation.task)) if engine == "onnx" else None
         metrics = None

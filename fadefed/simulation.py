@@ -5,6 +5,7 @@ same parameters, bit for bit. `fast`: the whole fleet as one batch; it agrees wi
 exchange by exchange to 1e-5, and on every sign where |g| > 1e-6.
 """
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from channel_emu import Channel, LinkConfig
 from fadefed.federation import Federation, Metrics, device_name, final_exchange
@@ -63,14 +65,14 @@ class Simulation:
         graphs: Path | None = None,
         link: LinkConfig | None = None,
     ) -> None:
-        """engine: by default the federation's in reference mode and torch in fast mode.
+        """engine: by default the federation's in reference mode, `fast_engine()` in fast mode.
 
         graphs: the folder with the task's ONNX graphs, for the ONNX engine.
         """
         self.federation = federation
         self.mode = mode
         self.datasets = datasets if datasets is not None else federation.deal()
-        name = engine or (federation.config.engine if mode == "reference" else "torch")
+        name = engine or (federation.config.engine if mode == "reference" else fast_engine())
         if isinstance(name, str):
             self.engine = open_engine(name, [federation.task], {federation.task.name: graphs} if graphs else {})
         else:
@@ -89,7 +91,8 @@ class Simulation:
 
     def run(self, metrics: TextIO | None = None, progress: Progress | None = None) -> Result:
         """All exchanges to the end, then each device's final model, evaluated on its own data."""
-        with one_thread() if self.mode == "reference" else _as_is():
+        # One thread in reference mode: matrix products then repeat to the bit.
+        with threadpool_limits(limits=1 if self.mode == "reference" else None):
             log = Metrics(metrics)
             for exchange in iter(self.next_exchange, None):
                 reports = self.answer(exchange)
@@ -163,18 +166,6 @@ def temporary_graphs(task: Task) -> Iterator[Path]:
         yield Path(folder)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """NumPy's matrix products on one thread, so that they repeat to the bit; as they were where that is not to be had."""
-    try:
-        from threadpoolctl import threadpool_limits
-    except ImportError:
-        yield
-        return
-    with threadpool_limits(limits=1):
-        yield
-
-
-@contextmanager
-def _as_is() -> Iterator[None]:
-    yield
+def fast_engine() -> EngineName:
+    """What the fast mode computes with: torch where there is a GPU, else NumPy, which measures faster on dense stacks."""
+    return "torch" if shutil.which("nvidia-smi") else "numpy"

@@ -137,6 +137,51 @@ def test_a_part_goes_and_comes_back_in_mid_run(part: str, tmp_path: Path, graphs
     np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
 
 
+def test_the_same_order_gets_the_same_bytes_again(tmp_path: Path, graphs: Path) -> None:
+    """After SIGKILL too, and with state: FedAvg with error feedback. A changed order is answered afresh, from before."""
+    fed = federation("fedavg", rounds=9, devices=1, channel="", options='codec = "sign-feedback"\nbatch_size = 5')
+    name = device_name(0)
+    with lab(tmp_path, fed, graphs) as parts:
+        parts.start_client(0)
+        gateway = parts.aggregator()
+        gateway.session.start(10)
+        gateway._gather()
+
+        def reported(count: int) -> list[bytes]:
+            found: list[bytes] = []
+            while len(found) < count:
+                event = gateway.session.next_event(20)
+                assert event is not None
+                if event.topic == TOPICS.up(name, "report"):
+                    found.append(event.payload)
+            return found
+
+        for number in (1, 2):  # the second answer carries the residual of the first
+            exchange = gateway.server.next(gateway._roster())
+            assert exchange is not None
+            exchange.number = number
+            gateway._open = exchange
+            gateway._publish_shared(exchange)
+            gateway._send_order(name)
+            (first,) = reported(1)
+        gateway._send_order(name)
+        assert reported(1) == [first]
+        victim = parts.processes.children[name]
+        victim.kill()
+        victim.wait()
+        parts.start_client(0)
+        gateway._reported_at = {}
+        wait_until(lambda: gateway._handle(0.2) or name not in gateway.online)
+        gateway._reported_at = {name: 0.0}
+        wait_until(lambda: gateway._handle(0.2) or name in gateway.online)
+        gateway._send_order(name)
+        assert reported(1) == [first]
+        exchange.orders[name].scalars["changed"] = 1
+        gateway._send_order(name)
+        assert reported(1) == [first]  # another order, the same state before it: the same answer, computed again
+        gateway.session.stop()
+
+
 def test_a_silent_network_is_noticed(tmp_path: Path, graphs: Path) -> None:
     """Nothing is closed, nothing passes any more: the broker gives up after 1.5 keep-alives and sends the will."""
     fed = federation("sign-sgd", rounds=100_000, devices=2, channel="")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import grad_and_value, vjp, vmap
 
 from fadefed.learning.engine import gradients_one_by_one
-from fadefed.learning.task import Batch, Task, find_task
+from fadefed.learning.task import Batch, Task, find_task, mean_losses
 from fadefed.messages import Array
 
 Function = Callable[..., Any]
@@ -69,8 +69,14 @@ class TorchEngine:
         self._forward = {task.name: forward_function(task) for task in tasks}
 
     def losses(self, task: str, params: Array, batch: Batch) -> Array:
-        losses = self._over_fleet(task, self._loss, params, batch)
-        return self._numpy(losses)
+        if len(params) > 1:
+            return self._numpy(self._over_fleet(task, self._loss, params, batch))
+        # The same models everywhere: one pass over the whole fleet's examples, then each device's mean.
+        fleet, examples = batch.y.shape
+        outputs = self.predict(task, params[0], batch.x.reshape(fleet * examples, -1))
+        return mean_losses(
+            self.tasks[task], outputs.reshape(-1, fleet, examples, outputs.shape[-1]).swapaxes(0, 1), batch
+        )
 
     def loss_and_gradient(self, task: str, params: Array, batch: Batch) -> tuple[Array, Array]:
         losses, gradients = self._over_fleet(task, self._gradient, params, batch)
