@@ -14,7 +14,7 @@ from fadefed.demo.processes import Processes
 from fadefed.simulation import Simulation
 from tests.support import Lab
 
-ROUNDS, TARGET = 40, 0.9
+ROUNDS, TARGET = 40, 0.85
 
 
 def text(codec: str, rate: float = 1.0) -> str:

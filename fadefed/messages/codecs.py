@@ -106,9 +106,9 @@ def encode(codec: str, tensor: Array, tie_bits: TieBits | None = None) -> Coded:
     if codec == "bits":
         return Coded(codec, shape, _pack(tensor.astype(bool).ravel()))
     flat = tensor.ravel()
-    # NaN or infinity anywhere makes the sum non-finite; so may an overflow, hence the second look.
+    # NaN or infinity anywhere makes the sum of squares non-finite; so may an overflow, hence the second look.
     with np.errstate(over="ignore", invalid="ignore"):
-        suspicious = not math.isfinite(flat.sum())
+        suspicious = not math.isfinite(flat @ flat)
     if suspicious and not np.isfinite(flat).all():
         raise NonFiniteError("The tensor holds NaN or infinity")
     if codec == "int8":
@@ -155,7 +155,7 @@ def decode(coded: Coded) -> Array:
         scales = np.array(coded.parameters, dtype=np.float32)
         levels = np.frombuffer(data, dtype=np.int8).reshape(rows, -1) if count else np.zeros((rows, 0), np.int8)
         return (levels.astype(np.float32) * scales[:, None]).reshape(shape)
-    signs = _unpack(data, count).astype(np.int8)
+    signs = _unpack(data, count).view(np.int8)
     signs += signs
     signs -= 1
     if codec == "sign":

@@ -50,7 +50,7 @@ from fadefed.learning.task import accuracy
 from fadefed.messages import Array, Exchange, Key, Order, Reception, Report, Scalar, SignalSpec
 from fadefed.messages.codecs import Coded, encode, encode_with_feedback
 from fadefed.messages.wire import Body, CodedReport
-from fadefed.streams import Label, stream
+from fadefed.streams import Label, random_bytes, stream
 from fadefed.tasks import Fleet
 
 State = dict[str, Any]
@@ -248,10 +248,7 @@ def _code(call: Call, number: int, key: Key, tensor: Array, residuals: State) ->
         raise ValueError(f"The method reports {key}, which exchange {call.exchange.number} does not ask for.")
 
     def tie_bits(count: int) -> Array:
-        raw = stream(call.seed, "ties", call.exchange.round, *key, counter=number).bit_generator.random_raw(
-            -(-count // 8)
-        )
-        return np.asarray(raw).view(np.uint8)[:count]
+        return random_bytes(call.seed, "ties", call.exchange.round, *key, counter=number, count=count)
 
     ties = tie_bits if spec.ties == "random" else None
     name = "/".join(key)

@@ -140,18 +140,22 @@ def gap_subgradient(loss_j: float, loss_k: float, gradient_j: Array, gradient_k:
 def weighted_sign_sum(signs: Mapping[int, Array], weights: Array, d: int) -> Array:
     """sum_m weights[m] signs[m] [d], float64, for sign vectors of -1 and +1 only (any that is missing counts zero).
 
-    Eight devices at a time: their bits make a byte, and a table of 256 partial sums does the rest. Summed in the
-    order of m in fixed groups, so adding vectors of weight zero changes no bit.
+    Seven devices at a time: their bits make an index, and a table of 128 partial sums does the rest. Vectors of weight
+    zero are left out before they are grouped, so they change no bit of the result.
     """
     total = np.zeros(d, dtype=np.float64)
-    for group in sorted({m // 8 for m in signs if weights[m] != 0}):
-        members = [m for m in range(8 * group, 8 * group + 8) if m in signs and weights[m] != 0]
-        pattern = np.zeros(d, dtype=np.uint8)
-        table = np.zeros(1, dtype=np.float64)
-        for bit, m in enumerate(members):
-            pattern |= (signs[m] > 0).view(np.uint8) << np.uint8(bit)
-            table = np.concatenate([table - weights[m], table + weights[m]])
-        total += table[pattern]
+    partial, pattern, bits = np.empty(d, dtype=np.float64), np.empty(d, dtype=np.uint8), np.empty(d, dtype=np.uint8)
+    members = [m for m in sorted(signs) if weights[m] != 0]
+    for start in range(0, len(members), 7):
+        pattern[:] = 0
+        table = np.zeros(2, dtype=np.float64)
+        for position, m in enumerate(members[start : start + 7], start=1):
+            # -1 is 0xff and +1 is 0x01: any bit but the lowest tells them apart. (A shift would be slower.)
+            np.bitwise_and(signs[m].view(np.uint8), np.uint8(1 << position), out=bits)
+            np.bitwise_or(pattern, bits, out=pattern)
+            table = np.concatenate([table + weights[m], table - weights[m]])
+        # mode="clip" lets NumPy write into `partial` directly; every index is within the table.
+        total += np.take(table, pattern, out=partial, mode="clip")
     return total
 
 
@@ -410,7 +414,8 @@ class Server(MethodServer):
             if self.options.gamma:
                 step = step + eta * self.options.gamma * np.sign(self.W[k])
             new = (self.W[k] - step).astype(self.W.dtype)
-            moved += float(np.square(new - self.W[k], dtype=np.float64).sum())
+            change = new - self.W[k]
+            moved += float(change @ change)
             self.W[k] = new
         return {"weight_step": moved / max(len(self.names), 1)}
 
