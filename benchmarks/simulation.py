@@ -5,7 +5,6 @@ import time
 import numpy as np
 
 from benchmarks.common import median, options, show
-from benchmarks.plain_loop import PlainLoop
 from fadefed.experiments.mtfeel import ROUNDS, federation
 from fadefed.methods import mtfeel
 from fadefed.simulation import Simulation
@@ -53,6 +52,9 @@ def main() -> None:
     rate = matmul_rate()
     rows = []
     results = {engine: simulated(engine) for engine in ("numpy", "torch")}
+    # Only now: the simulator on NumPy does not import torch, whose many objects slow the garbage collector.
+    from benchmarks.plain_loop import PlainLoop
+
     simulation = results["numpy"][2]
     train, server = simulation.fleet.train, simulation.server
     assert isinstance(server, mtfeel.Server)

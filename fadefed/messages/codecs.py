@@ -178,8 +178,9 @@ def _signs(flat: Array, tie_bits: TieBits | None) -> bytes:
     """One bit per element: 1 where positive; at exact zeros the tie bit (1 without tie bits)."""
     if tie_bits is None:
         return _pack(flat >= 0)
-    positive = np.packbits(flat > 0, bitorder="little")
-    zero = np.packbits(flat == 0, bitorder="little")
+    bits = np.empty(flat.size, dtype=bool)  # one buffer for both comparisons: it stays in the cache
+    positive = np.packbits(np.greater(flat, 0, out=bits), bitorder="little")
+    zero = np.packbits(np.equal(flat, 0, out=bits), bitorder="little")
     if zero.any():
         positive |= zero & tie_bits(positive.size)
     return positive.tobytes()
