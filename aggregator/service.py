@@ -81,6 +81,7 @@ class Aggregator:
         self._samples: dict[str, int] = {name: entry[1] for name, entry in self.checkpoint.roster.items()}
         self._assembler = Assembler(most=4)
         self._open: Exchange | None = None
+        self._published: int | None = None  # number of the shared tensors that this process has published last
         self._reception = Reception()
         self._reported_at: dict[str, float] = {}
         self._stopping = False
@@ -107,12 +108,12 @@ class Aggregator:
             with metrics_path.open("a") as stream:
                 metrics = Metrics(stream)
                 while not self._stopping:
+                    if not self.online:
+                        self._wait_for_any()
+                        continue
                     exchange = self.server.next(self._roster())
                     if exchange is None:
                         return self._finish(metrics)
-                    if not exchange.orders:
-                        self._wait_for_any()
-                        continue
                     self._one_exchange(exchange, metrics)
         finally:
             self.session.flush(2.0)
@@ -220,9 +221,11 @@ class Aggregator:
         return [name for name in self._open.orders if name not in self._reported_at and name in self.online]
 
     def _publish_shared(self, exchange: Exchange) -> None:
-        if exchange.shared and exchange.shared_number in (None, exchange.number):
-            self._shared = pack_shared(self.run_id, exchange)
-            self.session.publish(self.topics.down("all", "shared"), self._shared, retain=True)
+        """Publish the shared tensors, unless those of the same number are out already."""
+        number = exchange.shared_number or exchange.number
+        if exchange.shared and number != self._published:
+            self._published = number
+            self.session.publish(self.topics.down("all", "shared"), pack_shared(self.run_id, exchange), retain=True)
 
     def _send_order(self, name: str) -> None:
         assert self._open is not None
@@ -239,9 +242,7 @@ class Aggregator:
             "federation": self.federation.config.name,
             "method": self.federation.config.method,
             "run": self.run_id.hex(),
-            "rounds": self.server.round
-            if self.server.round <= self.federation.config.rounds
-            else self.federation.config.rounds,
+            "rounds": min(self.server.round, self.federation.config.rounds),
             "exchanges": self.checkpoint.exchange,
             "mean": _means(list(devices.values())),
             "devices": devices,
@@ -299,8 +300,8 @@ class Aggregator:
         """Say everything again: the broker, or we, may have forgotten it."""
         self._announce()
         if self._open is not None:
-            if self._open.shared:
-                self.session.publish(self.topics.down("all", "shared"), self._shared, retain=True)
+            self._published = None
+            self._publish_shared(self._open)
             for name in self._outstanding():
                 self._send_order(name)
 

@@ -202,10 +202,8 @@ class Agent:
         self._load()
 
     def _on_file(self, sha256: str, data: bytes) -> None:
-        if self._joined is None or self._joined.engine is not None:
-            wanted = self._joined is None
-        else:
-            wanted = any(sha256 in names.values() for names in self._joined.files.values())
+        # Files may come before the manifest that names them.
+        wanted = self._joined is None or any(sha256 in names.values() for names in self._joined.files.values())
         if wanted and len(sha256) == 64 and not self.store.has_file(sha256):
             message = unpack(data, Kind.FILE)
             self.store.put_file(sha256, field_of(message, H.DATA, bytes))

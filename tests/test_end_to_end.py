@@ -137,6 +137,25 @@ def test_a_part_goes_and_comes_back_in_mid_run(part: str, tmp_path: Path, graphs
     np.testing.assert_array_equal(final_models(aggregator), simulated_models(fed, graphs))
 
 
+def test_without_any_device_the_run_waits(tmp_path: Path, graphs: Path) -> None:
+    fed = federation("sign-sgd", rounds=60, devices=1, channel="")
+    with lab(tmp_path, fed, graphs) as parts:
+        parts.start_clients()
+        rows: list[dict] = []
+        aggregator = parts.aggregator(rows.append)
+        with running(aggregator) as result:
+            wait_until(lambda: len(rows) > 3)
+            parts.processes.children[device_name(0)].kill()
+            wait_until(lambda: not aggregator.online)
+            time.sleep(0.5)
+            seen = len(rows)
+            time.sleep(1.0)
+            assert len(rows) == seen < 60  # no round is spent on nobody
+            parts.start_client(0)
+            wait_until(lambda: "summary" in result)
+    assert [row["round"] for row in rows if row["phase"] == "train"] == list(range(1, 61))
+
+
 def test_the_same_order_gets_the_same_bytes_again(tmp_path: Path, graphs: Path) -> None:
     """After SIGKILL too, and with state: FedAvg with error feedback. A changed order is answered afresh, from before."""
     fed = federation("fedavg", rounds=9, devices=1, channel="", options='codec = "sign-feedback"\nbatch_size = 5')

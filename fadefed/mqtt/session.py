@@ -117,7 +117,9 @@ class Session:
         self.bytes_sent = 0
         self._refusal: str | None = None
         self._attempt = 0
-        self._keepalive_s = keepalive_s
+        # Mosquitto looks for silent clients every few seconds only; asking for a little less than the promised
+        # keep-alive lets it notice within 1.5 times the promise.
+        self._keepalive_s = max(1, int(0.85 * keepalive_s))
         self._expiry_s = expiry_s
         self._chunk_limit = chunk_limit
         client = paho.Client(CallbackAPIVersion.VERSION2, client_id, protocol=paho.MQTTv5)
