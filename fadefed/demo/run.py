@@ -85,7 +85,7 @@ def run(folder: Path, rounds: int, seed: int, snr_db: float, broker: BrokerKind 
     text = CONFIG.format(rounds=rounds, devices=DEVICES, seed=seed, snr_db=float(snr_db), every=every)
     write_atomic(folder / MARK, text.encode())
     federation = Federation.from_file(TomlFile.parse(text, str(folder / MARK)))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     logging.getLogger("fadefed").setLevel(logging.WARNING)
     console.print(
         f"[bold]FadeFed demo[/bold]: {DEVICES} edge clients in three hidden cohorts, MNIST, "
