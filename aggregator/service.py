@@ -85,6 +85,7 @@ class Aggregator:
         self._reception = Reception()
         self._reported_at: dict[str, float] = {}
         self._stopping = False
+        self._mark = 0.0  # when the last exchange ended; an exchange's seconds run from here, checkpoint included
 
     @property
     def run_id(self) -> bytes:
@@ -107,6 +108,7 @@ class Aggregator:
             self._gather()
             with metrics_path.open("a") as stream:
                 metrics = Metrics(stream)
+                self._mark = time.monotonic()
                 while not self._stopping:
                     if not self.online:
                         self._wait_for_any()
@@ -206,11 +208,14 @@ class Aggregator:
         reception.scalars = {name: reception.scalars[name] for name in exchange.orders if name in reception.scalars}
         results = self.server.absorb(exchange, reception) if exchange.phase != FINAL else {}
         self._tell_server()
+        now = time.monotonic()
+        row = metrics.add(exchange, reception, results | {"seconds": round(now - self._mark, 4)})
+        self._mark = now
+        # The row first: a kill between the two leaves a row too many, which the next start drops.
         self.checkpoint.exchange = exchange.number
         self.checkpoint.online = sorted(self.online)
         self.checkpoint.server = self.server.state()
         self.checkpoint.save(self.checkpoint_path)
-        row = metrics.add(exchange, reception, results | {"seconds": round(time.monotonic() - started, 4)})
         if self.progress is not None:
             self.progress(row)
         return reception
