@@ -11,13 +11,16 @@ import time
 
 from benchmarks.common import federation, lab_folder, median, options, show
 from fadefed.demo.processes import Processes
+from fadefed.experiments import mtfeel as experiment
 from fadefed.messages.codecs import coded_size
 from fadefed.mqtt import BrokerAddress, Session
+from fadefed.simulation import Simulation
 from tests.support import Lab
 
 ECHO = """
 import sys, time
 from fadefed.mqtt import BrokerAddress, Session
+from fadefed.simulation import Simulation
 s = Session(BrokerAddress("127.0.0.1", int(sys.argv[1])), "echo", ["ping"])
 s.start(10)
 while True:
@@ -82,8 +85,17 @@ def main() -> None:
                         "target": f"<= {limit}",
                     }
                 )
-    rows.append({"what": "FedAvg, float32: uplink B per device", "value": coded_size("float32", (25_450,))})
     show("One exchange over mosquitto and proxy, 10 devices, d = 25,450", rows, arguments.json)
+    uplink = [{"what": "FedAvg, float32", "value": float(coded_size("float32", (25_450,)))}]
+    for exchange in ("two-phase", "full"):
+        rounds = 300
+        paper = experiment.federation("mtfeel", 0, f'exchange = "{exchange}"', rounds=rounds)
+        found = Simulation(paper, engine="numpy").run().rows
+        sent = sum(row["uplink_bytes"] for row in found if row["phase"] != "discrepancy")
+        uplink.append({"what": f"MtFEEL, {exchange} exchange", "value": sent / rounds / experiment.DEVICES})
+    sent = sum(row["uplink_bytes"] for row in found if row["phase"] == "discrepancy")
+    uplink.append({"what": "MtFEEL, discrepancy phase, once", "value": sent / experiment.DEVICES})
+    show("Uplink bytes per device and round, 30 devices, 300 rounds (tensors, without framing)", uplink)
 
 
 if __name__ == "__main__":

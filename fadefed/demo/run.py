@@ -86,7 +86,8 @@ def run(folder: Path, rounds: int, seed: int, snr_db: float, broker: BrokerKind 
     write_atomic(folder / MARK, text.encode())
     federation = Federation.from_file(TomlFile.parse(text, str(folder / MARK)))
     console = Console(width=None if sys.stdout.isatty() else 110)
-    logging.getLogger("fadefed").setLevel(logging.WARNING)
+    for name in ("fadefed", "iotcore", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     console.print(
         f"[bold]FadeFed demo[/bold]: {DEVICES} edge clients in three hidden cohorts, MNIST, "
         f"MLP 784-32-10 (d = {federation.task.layout.size:,}), Rayleigh fading at {snr_db:g} dB"
