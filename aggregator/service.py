@@ -16,6 +16,7 @@ from fadefed.errors import MessageError
 from fadefed.federation import FINAL, Federation, Metrics, final_exchange
 from fadefed.files import write_atomic
 from fadefed.messages import Exchange, Reception
+from fadefed.messages.codecs import coded_size
 from fadefed.messages.wire import (
     CodedReport,
     H,
@@ -346,7 +347,9 @@ class Aggregator:
         if report.exchange != exchange.number or device not in exchange.orders or device in self._reported_at:
             return  # a duplicate, or an answer to something never asked
         self._reported_at[device] = time.monotonic()
-        self._reception.uplink_bytes[device] = size
+        # What the channel erased was sent all the same.
+        erased = sum(coded_size(b.coded.codec, b.coded.shape) for b in report.bodies if b.coded.data is None)
+        self._reception.uplink_bytes[device] = size + erased
         try:
             receive(exchange, device, report, self._reception)
         except MessageError as error:
