@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from aggregator.checkpoint import Checkpoint
-from fadefed.errors import MessageError
+from fadefed.errors import ConnectionFailed, MessageError
 from fadefed.federation import FINAL, Federation, Metrics, final_exchange
 from fadefed.files import write_atomic
 from fadefed.messages import Exchange, Reception
@@ -99,8 +99,7 @@ class Aggregator:
     def run(self, wait_s: float | None = 30.0) -> dict[str, Any] | None:
         """To the end of the federation; the summary, or None when stopped before."""
         if self.checkpoint.finished:
-            log.info("%s holds a finished run; nothing to do.", self.folder)
-            return dict(json.loads((self.folder / "summary.json").read_text()))
+            return self._tell_it_is_over()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.session.start(wait_s)
         metrics_path = self.folder / "metrics.jsonl"
@@ -123,6 +122,18 @@ class Aggregator:
             self.session.stop()
         return None
 
+    def _tell_it_is_over(self) -> dict[str, Any]:
+        """The run had finished before: tell boards that may not have heard, where the broker is there."""
+        log.info("%s holds a finished run; nothing is left to do.", self.folder)
+        try:
+            self.session.start(3.0)
+            self._announce(finished=True)
+            self.session.flush()
+            self.session.stop()
+        except ConnectionFailed as error:
+            log.info("Boards could not be told again: %s", error)
+        return dict(json.loads((self.folder / "summary.json").read_text()))
+
     # --- roster -------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
@@ -130,10 +141,11 @@ class Aggregator:
         known = list(self.checkpoint.roster)
         if not known:
             log.info("Waiting for %d devices.", self.federation.config.devices)
-            while len(self._joined) < self.federation.config.devices and not self._stopping:
+            while len(self.online) < self.federation.config.devices and not self._stopping:
                 self._handle(1.0)
-            for name in sorted(self._joined):  # numbers do not depend on who connected first
+            for name in sorted(self.online):  # numbers do not depend on who connected first
                 self._number(name)
+            self._joined.clear()
         else:
             expected = set(self.checkpoint.online)
             deadline = time.monotonic() + RETURN_WAIT_S

@@ -104,9 +104,8 @@ class Agent:
         self._assembler = Assembler(most=2)
         self._joined: Joined | None = None
         self._shared: dict[int, dict[Key, Array]] = {}
-        self._waiting: tuple[int, Exchange, Order, bytes] | None = (
-            None  # an order whose shared tensors are not here yet
-        )
+        # An order whose shared tensors are not here yet.
+        self._waiting: tuple[int, Exchange, Order, bytes] | None = None
         self._stopping = False
         self._done = False
 
