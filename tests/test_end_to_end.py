@@ -253,9 +253,9 @@ def test_a_slow_link_changes_nothing(delay_s: float, rounds: int, tmp_path: Path
 
 def test_what_misses_the_deadline_is_an_outage(tmp_path: Path, graphs: Path) -> None:
     """One board's link is slower than the deadline: it counts as absent, its reports as late, and the rest learn."""
-    fed = federation("sign-sgd", rounds=4, devices=3, channel="", more="deadline_s = 1.0")
+    fed = federation("sign-sgd", rounds=4, devices=3, channel="", more="deadline_s = 2.0")
     with lab(tmp_path, fed, graphs) as parts:
-        slow, _ = delayed(parts, 1.5)
+        slow, _ = delayed(parts, 2.5)
         parts.start_client(0, "--wait", "60", broker=slow)
         parts.start_client(1)
         parts.start_client(2)
