@@ -135,7 +135,8 @@ class Agent:
 
     def _enter(self, state: AgentState) -> None:
         if state is not self.state:
-            log.debug("%s: %s -> %s", self.config.name, self.state.value, state.value)
+            level = logging.DEBUG if AgentState.WORKING in (state, self.state) else logging.INFO
+            log.log(level, "%s: %s -> %s", self.config.name, self.state.value, state.value)
             self.state = state
 
     # --- messages -------------------------------------------------------------------------------------------
@@ -304,6 +305,8 @@ class Agent:
             names = joined.files.get(joined.task.name, {})
             template = self.store.file(names[INT8]) if INT8 in names else None
             scalars = finish(self.store, joined.task, engine, params, joined.fleet, template)
+            results = ", ".join(f"{name} {value:.4g}" for name, value in scalars.items() if not isinstance(value, str))
+            log.info("%s: the personal model is in %s: %s", self.config.name, self.store.folder, results)
             return CodedReport(exchange.number, exchange.slot, number, (), scalars), joined.state
         call = Call(
             exchange=exchange,
