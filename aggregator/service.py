@@ -298,7 +298,7 @@ class Aggregator:
             log.warning("The connection to the broker is lost; trying again.")
             return
         parsed = self.topics.parse(event.topic)
-        if parsed is None or not DEVICE_NAME.fullmatch(parsed[1]):
+        if parsed is None or not DEVICE_NAME.fullmatch(parsed[1]) or parsed[2] not in ("status", "hello", "report"):
             return
         _, device, kind, index = parsed
         try:
@@ -309,7 +309,7 @@ class Aggregator:
                 self._on_status(device, unpack(message, Kind.STATUS))
             elif kind == "hello":
                 self._on_hello(device, unpack(message, Kind.HELLO))
-            elif kind == "report":
+            else:
                 self._on_report(device, CodedReport.unpack(message), len(message))
         except MessageError as error:
             log.warning("Device %s: a message on %s is refused: %s", device, kind, error)

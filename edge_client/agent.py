@@ -103,7 +103,8 @@ class Agent:
         )
         self._assembler = Assembler(most=2)
         self._joined: Joined | None = None
-        self._shared: dict[int, dict[Key, Array]] = {}
+        self._shared: dict[int, dict[Key, Array]] = {}  # the latest, by the number of the exchange that published them
+        self._shared_run = b""
         # An order whose shared tensors are not here yet.
         self._waiting: tuple[int, Exchange, Order, bytes] | None = None
         self._stopping = False
@@ -194,7 +195,8 @@ class Agent:
             self.session.flush()
             raise
         self._joined = Joined(run, manifest, files, task, client, Fleet([self.data], task))
-        self._shared.clear()
+        if self._shared_run != run:
+            self._shared.clear()
         self._waiting = None
         commit = self.store.last_commit(run)
         if commit is not None:
@@ -236,9 +238,10 @@ class Agent:
 
     def _on_shared(self, data: bytes) -> None:
         run, number, tensors = unpack_shared(data)
-        if self._joined is None or run != self._joined.run:
+        if self._joined is not None and run != self._joined.run:
             return
-        self._shared = {number: tensors}
+        # Retained messages come in any order: these tensors may be here before the manifest of their run.
+        self._shared_run, self._shared = run, {number: tensors}
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             self._answer(*waiting)

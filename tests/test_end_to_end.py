@@ -330,6 +330,8 @@ def test_nonsense_on_every_topic_disturbs_nobody(tmp_path: Path, graphs: Path) -
                 pack(Message(Kind.HELLO, {H.RUN: run})), pack(Message(Kind.HELLO, {H.RUN: run, H.SCALARS: {"samples": -1}})),
                 pack(Message(Kind.STATUS, {H.SCALARS: [1]})), pack(Message(Kind.ORDER, {H.RUN: run})), rng.randbytes(300_000),
                 CodedReport(10**6, 1, 1, (), run=run).pack(), CodedReport(1, 1, 10**6, (), run=run).pack(),
+                CodedReport(1, 1, 10**15, (), run=run).pack(),
+                CodedReport(1, 1, -1, (), run=run).pack(),
                 CodedReport(1, 1, 1, (), run=b"x" * 8).pack(),
             ]  # fmt: skip
             names = (device_name(1), "stranger", "bad name")

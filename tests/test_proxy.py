@@ -100,3 +100,27 @@ def test_the_store_keeps_only_whole_files_and_its_own_run(tmp_path: Path) -> Non
     assert store.last_commit(b"run") == commit and store.last_commit(b"other") is None
     (tmp_path / "commit").write_bytes(b"damaged")
     assert store.last_commit(b"run") is None
+
+
+def test_retained_messages_may_come_in_any_order(tmp_path: Path) -> None:
+    """The shared tensors and files of a run before the manifest that names them."""
+    import numpy as np
+
+    from edge_client import Agent, AgentConfig
+    from fadefed.messages import Exchange
+    from fadefed.messages.wire import H, Kind, Message, pack, pack_shared
+    from fadefed.tasks import Dataset
+    from tests.support import federation
+
+    run = b"12345678"
+    data = Dataset(np.zeros((2, 784), np.float32), np.array([0, 1]), np.zeros(2))
+    agent = Agent(AgentConfig("b", BrokerAddress(), tmp_path), data)
+    shared = pack_shared(run, Exchange(1, "train", 1, {}, {}, {("mnist", "model"): np.ones(3, np.float32)}, number=4))
+    agent._on_message("fadefed/down/all/shared", shared)
+    manifest = federation("sign-sgd").manifest() | {"files": {"mnist": {"gradient.onnx": "0" * 64}}}
+    header = {H.RUN: run, H.DATA: manifest, H.SCALARS: {"finished": False}}
+    agent._on_message("fadefed/down/all/manifest", pack(Message(Kind.MANIFEST, header)))
+    assert list(agent._shared) == [4] and agent.state.value == "loading task files"
+    other = {H.RUN: b"other123", H.DATA: manifest, H.SCALARS: {"finished": False}}
+    agent._on_message("fadefed/down/all/manifest", pack(Message(Kind.MANIFEST, other)))
+    assert not agent._shared

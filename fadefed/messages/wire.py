@@ -34,6 +34,7 @@ PREFIX = struct.Struct("<2sBBII")
 MAX_HEADER_BYTES = 16 << 20
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_DIMENSIONS = 8
+MAX_DEVICES = 1 << 20  # bounds what the channel draws for a number that a report claims
 
 ACCESS: tuple[Access, ...] = ("protected", "digital", "superposed")
 
@@ -323,10 +324,13 @@ class CodedReport:
     @classmethod
     def unpack(cls, data: bytes) -> "CodedReport":
         message = unpack(data, Kind.REPORT)
+        number = field_of(message, H.NUMBER, int)
+        if not 0 <= number < MAX_DEVICES:
+            raise MessageError(f"The device number {number} is impossible; numbers run from 0 to {MAX_DEVICES - 1}.")
         return cls(
             exchange=field_of(message, H.EXCHANGE, int),
             slot=field_of(message, H.SLOT, int),
-            number=field_of(message, H.NUMBER, int),
+            number=number,
             bodies=message.bodies,
             scalars=scalars_of(message),
             error=field_of(message, H.ERROR, str, None),
