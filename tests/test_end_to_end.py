@@ -412,6 +412,15 @@ def test_the_demo_and_its_end_on_ctrl_c(tmp_path: Path) -> None:
     assert child.wait(30) == 130
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+    command[command.index("--run") + 1] = str(tmp_path / "killed")
+    child = subprocess.Popen([*command, "5000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "killed" / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 20, 60)
+    family = psutil.Process(child.pid).children(recursive=True)
+    child.kill()  # even then nothing is left behind
+    child.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
     other = subprocess.run([*command[:-2], str(tmp_path), "--rounds", "5"], capture_output=True, text=True, timeout=60)
     assert other.returncode == 2 and "something else" in other.stderr
 

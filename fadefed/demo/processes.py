@@ -1,6 +1,7 @@
 """The parts of a federation as processes of this machine: broker, channel, clients. All end with `Processes`."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -24,6 +25,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child: get SIGTERM when the parent dies, even of SIGKILL (prctl(2))."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def mosquitto_path() -> str | None:
@@ -62,7 +72,13 @@ class Processes:
             # One thread each: a dozen processes share a few cores, and results must repeat.
             environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self.children[name] = child
         return child
@@ -82,6 +98,8 @@ class Processes:
             config.write_text(
                 f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\n"
                 "max_queued_messages 10000\nmax_inflight_messages 100\npersistence false\n"
+                # Started as root it would change its user, and with that forget to end with its parent.
+                + ("user root\n" if os.geteuid() == 0 else "")
             )
             self.start("broker", program, "-c", str(config))
         else:
