@@ -127,7 +127,7 @@ class Agent:
         finally:
             if self.session.connected:
                 self.session.publish(self.topics.up(self.config.name, "status"), _status(False), retain=True)
-                self.session.flush()
+                self.session.flush(3.0)
             self.session.stop()
 
     def stop(self) -> None:

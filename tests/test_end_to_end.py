@@ -410,7 +410,7 @@ def test_the_demo_and_its_end_on_ctrl_c(tmp_path: Path) -> None:
     assert len(family) >= 12
     child.send_signal(signal.SIGINT)
     assert child.wait(30) == 130
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     command[command.index("--run") + 1] = str(tmp_path / "killed")
     child = subprocess.Popen([*command, "5000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -419,7 +419,7 @@ def test_the_demo_and_its_end_on_ctrl_c(tmp_path: Path) -> None:
     family = psutil.Process(child.pid).children(recursive=True)
     child.kill()  # even then nothing is left behind
     child.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     other = subprocess.run([*command[:-2], str(tmp_path), "--rounds", "5"], capture_output=True, text=True, timeout=60)
     assert other.returncode == 2 and "something else" in other.stderr

@@ -193,9 +193,9 @@ class Session:
             return None
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the broker has acknowledged what we published; False when it did not in time."""
+        """Wait until the broker has acknowledged what we published; False when it did not in time, or is gone."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        while self.connected and time.monotonic() < deadline:
             if not self._client._out_messages:  # paho offers no public count of unacknowledged messages
                 return True
             time.sleep(0.005)
