@@ -49,7 +49,6 @@ class Proxy:
         self.channel = channel
         self.broker = broker
         self.topics = topics
-        self.connected = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,10 +56,6 @@ class Proxy:
         """Listen; the port."""
         self._server = await asyncio.start_server(self._accept, host, port, limit=1 << 22)
         return int(self._server.sockets[0].getsockname()[1])
-
-    async def serve(self) -> None:
-        assert self._server is not None
-        await self._server.serve_forever()
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -160,8 +155,6 @@ class Relay:
     async def _from_broker(self, packet: mqtt5.Packet, raw: memoryview) -> None:
         parsed = self.proxy.topics.parse(packet.topic) if isinstance(packet, mqtt5.PublishPacket) else None
         if not isinstance(packet, mqtt5.PublishPacket) or parsed is None or parsed[0] != "up" or parsed[2] != "report":
-            if isinstance(packet, mqtt5.ConnAckPacket):
-                self.proxy.connected.set()
             self.down_writer.write(bytes(raw))
             return
         if packet.qos == mqtt5.QoS.AT_LEAST_ONCE and packet.packet_id is not None:

@@ -10,7 +10,7 @@ report is sent, so an order that comes again gets the same bytes and changes not
 import hashlib
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class Joined:
     fleet: Fleet
     engine: Engine | None = None
     state: State = field(default_factory=dict)
+    commit: Commit | None = None  # the last answer, as it lies on disk
     finished: bool = False
 
 
@@ -198,9 +199,9 @@ class Agent:
         if self._shared_run != run:
             self._shared.clear()
         self._waiting = None
-        commit = self.store.last_commit(run)
-        if commit is not None:
-            self._joined.state = commit.state
+        self._joined.commit = self.store.last_commit(run)
+        if self._joined.commit is not None:
+            self._joined.state = self._joined.commit.state
         self._load()
 
     def _on_file(self, sha256: str, data: bytes) -> None:
@@ -252,7 +253,7 @@ class Agent:
         if joined is None or joined.engine is None or run != joined.run:
             return  # an order of a run we are not in (yet); the gateway sends it again after our hello
         digest = hashlib.sha256(data).digest()
-        commit = self.store.last_commit(run)
+        commit = joined.commit
         if commit is not None:
             if exchange.number < commit.exchange:
                 return
@@ -284,10 +285,10 @@ class Agent:
             log.warning("%s: exchange %d cannot be answered: %s", self.config.name, exchange.number, error)
             text = f"{type(error).__name__}: {error}"
             report, state = CodedReport(exchange.number, exchange.slot, number, (), error=text), joined.state
-        report = CodedReport(**{**report.__dict__, "run": joined.run})
-        packed = report.pack()
-        self.store.commit(Commit(joined.run, exchange.number, digest, packed, joined.state, state))
-        joined.state = state
+        packed = replace(report, run=joined.run).pack()
+        commit = Commit(joined.run, exchange.number, digest, packed, joined.state, state)
+        self.store.commit(commit)
+        joined.commit, joined.state = commit, state
         self._send(packed)
         log.debug("%s: exchange %d in %.3f s", self.config.name, exchange.number, time.perf_counter() - started)
         self._enter(AgentState.READY)

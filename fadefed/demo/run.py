@@ -250,18 +250,13 @@ def _report(
         f"Importance that a device gives its own hidden cohort: {mass:.2f} on average. "
         f"Discrepancy phase: {discrepancy / 1e6:.1f} MB up, once. {rounds} rounds and all in {elapsed:.0f} s."
     )
-    outages = {device_name(i): 0 for i in range(DEVICES)}
-    sent_signals = dict.fromkeys(outages, 0)
-    for row in rows:
-        for name, count in row.get("outages", {}).items():
-            outages[name] += count
-    for name in sent_signals:
-        sent_signals[name] = sum(row["round"] > 0 and row["phase"] == "signs" for row in rows)
-    lost_rounds = {name: sum(name in row.get("outages", {}) for row in rows) for name in outages}
+    names = [device_name(i) for i in range(DEVICES)]
+    lost_rounds = {name: sum(name in row.get("outages", {}) for row in rows) for name in names}
+    sent_rounds = dict.fromkeys(names, sum(row["phase"] == "signs" for row in rows))
     draw_accuracy(folder / "accuracy.png", curves)
     draw_alpha(folder / "alpha.png", alpha, cohorts)
     closed_form = link.outage_probability(federation.task.layout.size)
-    draw_outages(folder / "outages.png", lost_rounds, sent_signals, closed_form)
+    draw_outages(folder / "outages.png", lost_rounds, sent_rounds, closed_form)
     full = {
         "seconds": elapsed,
         "in_cohort_alpha_mass": mass,

@@ -1,6 +1,6 @@
 """Local: each device trains alone; only losses and accuracies are reported. The baseline without a radio."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class Client(MethodClient):
             results.append((Report({}, scalars), {"w": w}))
         if any(order.scalars.get("evaluate") for order in call.orders):
             for b, (report, _) in enumerate(results):
-                one = Call(**{**call.__dict__, "orders": [call.orders[b]], "fleet": call.fleet.device(b)})
+                one = replace(call, orders=[call.orders[b]], fleet=call.fleet.device(b))
                 report.scalars.update(self.evaluation(one, own[b][None])[0])
         return results
 

@@ -39,7 +39,7 @@ simulator answers for a thousand devices in one call, a board for a fleet of one
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -191,8 +191,6 @@ class MethodClient(ABC):
 
     def evaluation(self, call: Call, params: Array) -> list[dict[str, Scalar]]:
         """For each device asked to evaluate, accuracy of params [B or 1, d] on its own test and train examples."""
-        if not any(order.scalars.get("evaluate") for order in call.orders):
-            return [{} for _ in call.orders]
         results: list[dict[str, Scalar]] = []
         for b, order in enumerate(call.orders):
             if not order.scalars.get("evaluate"):
@@ -221,7 +219,7 @@ def answer(client: MethodClient, call: Call) -> list[tuple[CodedReport, State]]:
     method's own. A device whose signals are not finite answers with an error instead and keeps its state.
     """
     inner = [state.get("method", {}) for state in call.states]
-    responses = client.respond(Call(**{**call.__dict__, "states": inner}))
+    responses = client.respond(replace(call, states=inner))
     answers = []
     for number, old, (report, new) in zip(call.numbers, call.states, responses, strict=True):
         residuals = dict(old.get("residuals", {}))
